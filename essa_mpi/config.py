@@ -1,0 +1,197 @@
+"""One flat TOML table to one frozen dataclass. Knows nothing of MPI or torch.
+
+Every key has a type, a default and, where it has one, the default's source.
+Unknown keys, wrong types and values outside their range are refused with one
+line that names the key, the value, what is allowed and what to do.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Something the user can mend: printed as one line, exit code 2."""
+
+
+def _key(default=dataclasses.MISSING, *, one_of=None, low=None, high=None, open_low=False):
+    """A config key: its default and the values it may take (bounds inclusive unless `open_low`)."""
+    rule = {"one_of": one_of, "low": low, "high": high, "open_low": open_low}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=rule)
+    return field(default=default, metadata=rule)
+
+
+@dataclass(frozen=True)
+class Config:
+    # What is evolved, on what, judged how.
+    name: str = _key()                      # the run folder is runs/<name>
+    model: str = _key()                     # a Hugging Face model folder
+    adapter: str = _key()                   # a peft LoRA adapter folder: the warm start (`sft` writes it)
+    task: str = _key()                      # a reasoning-gym generator, or a JSONL file of the rows to evolve on
+    reward: str = _key("exact")             # exact | boxed | math | package.module:function
+    seed: int = _key(0, low=0, high=2**63 - 1)
+
+    # The search (paper, Table 7: population 96, batch 100, alpha 1.0 are its defaults).
+    generations: int = _key(50, low=0)
+    population: int = _key(96, low=2)
+    batch: int = _key(100, low=1)           # rows a generation, the same for every candidate
+    sigma: float = _key(0.5, low=0.0, open_low=True)  # not in the paper; measured, for relative offsets
+    alpha: float = _key(1.0, low=0.0, high=1.0, open_low=True)  # share of singular values searched
+    offsets: str = _key("relative", one_of=("relative", "absolute"))  # d = s x, or d = x (the paper's wording)
+    search: str = _key("cma", one_of=("cma", "sep"))  # full or separable covariance
+
+    # Placing candidates in the engine.
+    mode: str = _key("slots", one_of=("slots", "merged"))
+    slots: int = _key(16, low=1)            # candidates in one continuous batch (mode = "slots")
+
+    # Rows: own files, or shares cut off `task` by `split_seed`; the four splits are disjoint.
+    prompt_key: str = _key("prompt")
+    answer_key: str = _key("answer")
+    completion_key: str = _key("completion")  # what `sft` learns; a row without it: see sft_template
+    system_prompt: str = _key("")           # "" = none given (the chat template may have its own)
+    chat: bool = _key(True)                 # apply the tokenizer's chat template
+    task_args: dict = _key({})              # passed to the reasoning-gym generator
+    task_rows: int = _key(0, low=0)         # rows a generator makes (0 = 1000), or at most from a file (0 = all)
+    split_seed: int = _key(0, low=0, high=2**63 - 1)
+    sft_data: str = _key("")
+    validation_data: str = _key("")
+    heldout_data: str = _key("")
+    sft_rows: int = _key(0, low=0)
+    validation_rows: int = _key(0, low=0)
+    heldout_rows: int = _key(0, low=0)
+    validation_every: int = _key(0, low=0)  # generations between validations of the mean; 0 = never
+
+    # Sampling (not stated in the paper: greedy, so that a generation's noise is that of its rows).
+    temperature: float = _key(0.0, low=0.0)
+    top_p: float = _key(1.0, low=0.0, high=1.0, open_low=True)
+    max_tokens: int = _key(512, low=1)
+    stop: list = _key([])                   # strings that end a completion
+    samples: int = _key(1, low=1)           # completions a row
+
+    # The engine.
+    dtype: str = _key("auto", one_of=("auto", "bfloat16", "float16", "float32"))
+    max_model_len: int = _key(0, low=0)     # 0 = the model's own
+    max_num_seqs: int = _key(256, low=1)
+    gpu_memory_utilization: float = _key(0.9, low=0.0, high=1.0, open_low=True)
+    kv_cache_gib: float = _key(1.0, low=0.0, open_low=True)  # CPU only: the size of the KV cache a rank
+    tensor_parallel: int = _key(1, low=1)
+    vllm: dict = _key({})                   # passed to vllm.LLM as it is
+
+    # The run folder.
+    checkpoint_every: int = _key(1, low=1)
+    keep_checkpoints: int = _key(2, low=2)
+    samples_logged: int = _key(4, low=0)    # completions a generation written to samples.jsonl
+
+    # The warm start: `sft` (paper: batch 16, lr 1e-4, one epoch, rank 8).
+    rank: int = _key(8, low=1)
+    lora_alpha: float = _key(16.0, low=0.0, open_low=True)
+    sft_lr: float = _key(1e-4, low=0.0, open_low=True)
+    sft_batch: int = _key(16, low=1)
+    sft_epochs: int = _key(1, low=1)
+    sft_steps: int = _key(0, low=0)         # 0 = as many as the epochs hold
+    sft_template: str = _key("{answer}")    # completion of a row that has no completion_key
+    sft_format_rate: float = _key(0.0, low=0.0, high=1.0)  # stop once this share of answers has the format; 0 = off
+    sft_check_rows: int = _key(48, low=1)   # validation rows generated at each check of the format rate
+    sft_check_from: int = _key(4, low=1)    # first step at which the format rate is checked
+
+
+# With --resume these may differ from the stored config; nothing here changes the search's history.
+RESUMABLE = frozenset({
+    "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
+    "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged",
+})
+
+_FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+_WORDS = {str: "a string", int: "an integer", float: "a number", bool: "true or false",
+          list: "a list of strings", dict: "a table"}
+
+
+def _check(key, value):
+    """The value of `key`, converted to its type, or UserError."""
+    if key not in _FIELDS:
+        near = difflib.get_close_matches(key, _FIELDS, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "see essa_mpi/config.py for the keys there are"
+        raise UserError(f"config: unknown key `{key}`; {hint}")
+    kind, rule = _FIELDS[key].type, _FIELDS[key].metadata
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is list and not all(type(v) is str for v in value)):
+        raise UserError(f"config: {key} = {json.dumps(value, default=str)}: needs {_WORDS[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise UserError(f"config: {key} = {value}: needs a finite number")
+    if rule["one_of"] and value not in rule["one_of"]:
+        raise UserError(f"config: {key} = {value!r}: must be one of {', '.join(rule['one_of'])}")
+    low, high = rule["low"], rule["high"]
+    below = low is not None and (value <= low if rule["open_low"] else value < low)
+    if below or (high is not None and value > high):
+        least = f"above {low}" if rule["open_low"] else f"at least {low}"
+        most = "" if high is None else f" and at most {high}"
+        raise UserError(f"config: {key} = {value}: must be {least}{most}")
+    if key == "name" and (not value or "/" in value or value.startswith(".")):
+        raise UserError(f"config: name = {value!r}: names the folder runs/<name>; needs a plain name without '/'")
+    return value
+
+
+def make(table: dict) -> Config:
+    """A checked Config from a plain table. Raises UserError on the first bad key."""
+    table = {key: _check(key, value) for key, value in table.items()}
+    for key in ("name", "model", "adapter", "task"):
+        if key not in table:
+            raise UserError(f"config: key `{key}` is missing; add it to the TOML file or pass --set {key}=...")
+    return Config(**table)
+
+
+def parse_override(text: str):
+    """`key=value` to (key, value): the value is TOML, a bare word is a string."""
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"--set {text}: needs key=value")
+    try:
+        return key, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, raw
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """The config in `path` with `--set` overrides on top. Raises UserError."""
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"config file {path} is not TOML: {error}") from None
+    table.update(parse_override(text) for text in overrides)
+    return make(table)
+
+
+def _toml(value) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    # A JSON string is a TOML basic string once DEL is escaped too.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def dump(config: Config) -> str:
+    """The config as TOML, every key written out, so that `load` gives it back."""
+    return "".join(f"{key} = {_toml(getattr(config, key))}\n" for key in _FIELDS)
+
+
+def check_resumable(stored: Config, asked: Config) -> None:
+    """Raise UserError if `asked` would continue another search than `stored`."""
+    for key in _FIELDS:
+        old, new = getattr(stored, key), getattr(asked, key)
+        if old != new and key not in RESUMABLE:
+            raise UserError(f"--resume: {key} = {new!r} but the run was started with {old!r}; "
+                            f"set it back, or start a new run without --resume")
