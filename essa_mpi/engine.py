@@ -1,0 +1,155 @@
+"""The rank's own vLLM engine: place candidates, generate. Knows nothing of search or MPI.
+
+Candidates are placed by writing their numbers into tensors the engine already holds:
+`slots` (vLLM's LoRA slots, several candidates in one continuous batch) or `merged` (one
+at a time in the base weights, from a pristine copy).
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from .config import Config, UserError
+from .spectrum import MAX_RANKS, Spectrum
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to make: which placed candidate (None: the base model), prompt tokens, sampling seed."""
+
+    candidate: int | None
+    prompt: list[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    tokens: tuple[int, ...]
+    cut: bool         # stopped by max_tokens
+    too_long: bool    # the prompt did not fit max_model_len; nothing was generated
+
+
+def set_environment(rank: int) -> None:
+    """What vLLM reads from the environment at import; call before anything imports it.
+
+    In-process engine: no child to orphan when the rank is killed, a deterministic scheduler.
+    Values the user has set win, except for that.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+                "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # Engines on one node race for ports and compile caches: a wide stride, a folder a rank.
+                "VLLM_PORT": str(20000 + 97 * (rank % 400))}
+    for name, folder in (("VLLM_CACHE_ROOT", "vllm"), ("TRITON_CACHE_DIR", "triton"),
+                         ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        root = os.environ.get("TMPDIR", "/tmp")
+        defaults[name] = f"{root}/essa_mpi-{os.getuid()}/rank{rank}/{folder}"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def on_cpu() -> bool:
+    """True if this vLLM has no GPU to run on."""
+    from vllm.platforms import current_platform
+    return current_platform.is_cpu()
+
+
+class Engine:
+    """One vLLM engine. `seconds` holds the time spent in {"place", "generate"} since `reset_clock`.
+
+    Attributes: tokenizer; capacity (candidates placed at once); max_model_len.
+    """
+
+    def __init__(self, config: Config, spectrum: Spectrum):
+        """Start vLLM (seconds). Raises UserError for what the user can mend."""
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+        self._config, self._spectrum = config, spectrum
+        self._merged = config.mode == "merged"
+        if self._merged and config.tensor_parallel > 1:
+            raise UserError("config: mode = 'merged' needs tensor_parallel = 1; use mode = 'slots'")
+        self.capacity = 1 if self._merged else min(config.slots, config.max_num_seqs)
+        options = dict(
+            model=config.model, dtype=config.dtype, tensor_parallel_size=config.tensor_parallel,
+            max_num_seqs=config.max_num_seqs, worker_extension_cls="essa_mpi.placement.Placement",
+            seed=0, disable_log_stats=True)
+        if config.max_model_len:
+            options["max_model_len"] = config.max_model_len
+        if on_cpu():
+            options.update(enforce_eager=True, kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30))
+        else:
+            options["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if not self._merged:
+            layers = {"qkv_proj", "o_proj"}
+            if any(p.searched == 0 for p in spectrum.projections):
+                layers |= {"gate_up_proj", "down_proj"}
+            options.update(
+                enable_lora=True, max_loras=self.capacity, max_cpu_loras=self.capacity,
+                max_lora_rank=next(r for r in MAX_RANKS if r >= spectrum.max_rank),
+                lora_target_modules=sorted(layers))
+        options.update(config.vllm)
+        try:
+            self._llm = LLM(**options)
+        except (TypeError, ValueError) as error:
+            if config.vllm and isinstance(error, TypeError):
+                raise UserError(f"config: vllm = {config.vllm}: vLLM does not take it: {error}") from error
+            raise UserError(f"vLLM could not start on {config.model}: {error}") from error
+        self.tokenizer = self._llm.get_tokenizer()
+        self.max_model_len = self._llm.llm_engine.model_config.max_model_len
+        self._llm.collective_rpc("essa_setup", args=(config.mode, str(config.adapter), config.alpha, self.capacity))
+        # Slot k answers to adapter id k + 1. The path is never read: the id is registered.
+        self._adapters = [LoRARequest(f"slot{k}", k + 1, "in-memory") for k in range(self.capacity)]
+        self.reset_clock()
+
+    def reset_clock(self) -> None:
+        self.seconds = {"place": 0.0, "generate": 0.0}
+
+    def place(self, vectors: list[np.ndarray | None]) -> None:
+        """Make `vectors` (search vectors (D,), or None for the base model) the placed candidates 0, 1, ...
+
+        At most `capacity` that are not None; in merged mode one in all.
+        """
+        began = time.perf_counter()
+        if self._merged:
+            [vector] = vectors
+            cores = None if vector is None else self._spectrum.cores(vector)
+            self._llm.collective_rpc("essa_place_merged", args=(cores,))
+        else:
+            cores = [self._spectrum.cores(v) for v in vectors if v is not None]
+            if len(cores) > self.capacity:
+                raise ValueError(f"{len(cores)} candidates for {self.capacity} slots")
+            if cores:
+                self._llm.collective_rpc("essa_place_slots", args=(cores,))
+        self._slot_of = dict(zip([i for i, v in enumerate(vectors) if v is not None], range(self.capacity)))
+        # KV blocks are keyed by tokens and adapter name, not by weights: without this a candidate
+        # would be scored on its predecessor's keys and values, silently.
+        self._llm.reset_prefix_cache()
+        self.seconds["place"] += time.perf_counter() - began
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        """Complete all requests in one continuous batch; the order of `requests` is kept."""
+        from vllm import SamplingParams
+        began = time.perf_counter()
+        config = self._config
+        fits = [len(r.prompt) < self.max_model_len for r in requests]
+        batch = [r for r, ok in zip(requests, fits) if ok]
+        params = [SamplingParams(
+            temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens,
+            stop=config.stop or None, seed=r.seed if config.temperature > 0 else None) for r in batch]
+        adapters = [None if self._merged or r.candidate not in self._slot_of
+                    else self._adapters[self._slot_of[r.candidate]] for r in batch]
+        outputs = iter(self._llm.generate(
+            [{"prompt_token_ids": r.prompt} for r in batch], params, use_tqdm=False,
+            lora_request=None if self._merged else adapters) if batch else ())
+        completions = []
+        for ok in fits:
+            if not ok:
+                completions.append(Completion("", (), cut=False, too_long=True))
+                continue
+            out = next(outputs).outputs[0]
+            completions.append(Completion(out.text, tuple(out.token_ids), out.finish_reason == "length", False))
+        self.seconds["generate"] += time.perf_counter() - began
+        return completions

@@ -1,0 +1,160 @@
+"""Candidates into the engine's tensors, in place. Runs inside the vLLM worker; imports no MPI.
+
+vLLM mixes `Placement` into its worker class (worker_extension_cls); the engine calls its
+methods by name, so the same code serves an engine in the rank's own process and one with
+tensor-parallel workers. Written against vLLM 0.32.0: the private parts it touches are
+listed in `PRIVATE_PARTS` and checked by a test, so that an upgrade is a decision.
+"""
+
+import numpy as np
+import torch
+
+from .spectrum import Spectrum
+
+# Where a projection lives in vLLM's fused layers: (layer name, slice of it).
+_FUSED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2), "o_proj": ("o_proj", 0),
+          "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", 0)}
+
+PRIVATE_PARTS = (
+    "vllm.lora.model_manager.LRUCacheLoRAModelManager.activate_adapter",
+    "vllm.lora.model_manager.LRUCacheLoRAModelManager.add_adapter",
+    "vllm.lora.model_manager.LRUCacheLoRAModelManager.pin_adapter",
+    "vllm.lora.model_manager.LoRAModelManager.list_adapters",
+    "vllm.lora.lora_model.LoRAModel.from_lora_tensors",
+    "vllm.lora.peft_helper.PEFTHelper.from_dict",
+    "vllm.lora.layers.column_parallel_linear.MergedQKVParallelLinearWithLoRA.slice_lora_b",
+    "vllm.lora.layers.row_parallel_linear.RowParallelLinearWithLoRA.slice_lora_a",
+    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+)
+
+
+def fused_name(module: str, projection: str) -> tuple[str, int]:
+    """model.layers.0.self_attn.q_proj -> (model.layers.0.self_attn.qkv_proj, 0)."""
+    layer, part = _FUSED[projection]
+    return module.rpartition(".")[0] + "." + layer, part
+
+
+class Placement:
+    """Worker methods, all prefixed essa_. `self` is the vLLM worker."""
+
+    def essa_setup(self, mode: str, adapter: str, alpha: float, slots: int) -> dict:
+        """Prepare the tensors candidates are written into. Returns what there is.
+
+        mode: "slots" or "merged". adapter: the peft folder. slots: candidates at once.
+        """
+        self._essa = spectrum = Spectrum.load(adapter, alpha)
+        model = self.model_runner.get_model()
+        modules = dict(model.named_modules())
+        fused = {fused_name(p.module, p.name)[0] for p in spectrum.projections}
+        missing = sorted(name for name in fused if name not in modules)
+        if missing:
+            raise ValueError(f"the engine's model has no layer {missing[0]}")
+        return self._essa_setup_slots(slots) if mode == "slots" else self._essa_setup_merged(modules)
+
+    # -- slots: vLLM's own LoRA tensors ----------------------------------------------------------
+
+    def _essa_setup_slots(self, slots: int) -> dict:
+        """Register `slots` pinned adapters from memory; afterwards only slot B is ever written.
+
+        Slot A = V_A^T in all slots, slot B[k] = U_B core[k]. The fewest bytes, and the most accurate.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+        manager = self.model_runner.lora_manager._adapter_manager
+        rank = self._essa.max_rank
+        # lora_alpha = r: the scale is in the core already.
+        helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": sorted(_FUSED)})
+        tensors = {}
+        for p in self._essa.projections:
+            name = f"base_model.model.{p.module}"
+            tensors[f"{name}.lora_A.weight"] = torch.from_numpy(np.ascontiguousarray(p.V_A.T)).float()
+            tensors[f"{name}.lora_B.weight"] = torch.zeros(p.U_B.shape, dtype=torch.float32)
+        dtype = manager.lora_config.lora_dtype
+        for slot in range(slots):
+            lora = LoRAModel.from_lora_tensors(slot + 1, tensors, helper, device="cpu", dtype=dtype)
+            manager.add_adapter(lora)
+            manager.activate_adapter(slot + 1)
+            manager.pin_adapter(slot + 1)
+        # Slots are not handed out in order of adapter id: look them up.
+        self._essa_slot = [manager.lora_index_to_id.index(slot + 1) for slot in range(slots)]
+        self._essa_targets = []
+        for p in self._essa.projections:
+            layer_name, part = fused_name(p.module, p.name)
+            layer = manager.modules[layer_name]
+            basis = torch.from_numpy(p.U_B).to(device=self.device, dtype=torch.float32)
+            if layer.tp_size > 1:   # the rows of U_B this worker's shard of the output has
+                parts = [None] * layer.n_slices
+                parts[part] = basis
+                basis = layer.slice_lora_b(parts)[part] if layer.n_slices > 1 else layer.slice_lora_b(basis)
+            self._essa_targets.append((layer.lora_b_stacked[part], basis.contiguous()))
+        return {"slots": slots, "layers": len(self._essa_targets)}
+
+    def essa_place_slots(self, cores: list[list[np.ndarray]]) -> None:
+        """Write candidate k into slot k: cores[k][i] is (r, r) float64 of projection i."""
+        index = torch.tensor(self._essa_slot[:len(cores)], device=self.device)
+        for i, (stacked, basis) in enumerate(self._essa_targets):
+            core = torch.from_numpy(np.stack([c[i] for c in cores])).to(device=self.device, dtype=torch.float32)
+            slot_b = torch.matmul(basis, core)                           # (K, m, r)
+            # Columns beyond r stay zero from registration; index_copy_ writes in place, so pointers
+            # baked into CUDA graphs and punica's tables stay good.
+            stacked[:, 0, :slot_b.shape[1], :slot_b.shape[2]].index_copy_(0, index, slot_b.to(stacked.dtype))
+
+    # -- merged: one candidate in the base weights -----------------------------------------------
+
+    def _essa_setup_merged(self, modules: dict) -> dict:
+        """Keep a pristine copy of every adapted layer's weight, as vLLM laid it out.
+
+        On CPU vLLM packs the weight and drops the original. Pushing the identity through the layer
+        gives it back exactly: every output is one weight times one, plus zeros.
+        """
+        by_layer = {}
+        for i, p in enumerate(self._essa.projections):
+            layer_name, part = fused_name(p.module, p.name)
+            by_layer.setdefault(layer_name, []).append((part, i))
+        self._essa_layers = []
+        for name, parts in by_layer.items():
+            layer = modules[name]
+            if type(layer.quant_method).__name__ != "UnquantizedLinearMethod":
+                raise ValueError(f"mode = 'merged' needs an unquantised base, but {name} is quantised; use 'slots'")
+            weight = _recover_weight(layer)
+            sizes = getattr(layer, "output_sizes", None) or [weight.shape[0]]
+            rows = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+            spans = [(slice(int(rows[part]), int(rows[part + 1])), i) for part, i in sorted(parts)]
+            self._essa_layers.append((layer, weight, spans))
+        self._essa_bases = [
+            (torch.from_numpy(p.U_B).to(self.device, torch.float32),
+             torch.from_numpy(np.ascontiguousarray(p.V_A.T)).to(self.device, torch.float32))
+            for p in self._essa.projections]
+        return {"slots": 1, "layers": len(self._essa_layers)}
+
+    def essa_place_merged(self, cores: list[np.ndarray] | None) -> None:
+        """W = round(W_0 + U_B core V_A^T) from the pristine W_0; None restores W_0 bit by bit."""
+        for layer, pristine, spans in self._essa_layers:
+            weight = pristine
+            if cores is not None:
+                weight = pristine.clone()
+                for rows, i in spans:
+                    basis_b, basis_a = self._essa_bases[i]
+                    core = torch.from_numpy(cores[i]).to(self.device, torch.float32)
+                    update = (basis_b @ core) @ basis_a
+                    weight[rows] = (pristine[rows].float() + update).to(pristine.dtype)
+            _write_weight(layer, weight)
+
+
+def _recover_weight(layer) -> torch.Tensor:
+    """The layer's (m, n) weight, from the layer itself or, where it was packed away, through it."""
+    if layer.weight.numel():
+        return layer.weight.detach().clone()
+    n, dtype = layer.input_size_per_partition, layer.weight.dtype
+    identity = torch.eye(n, dtype=dtype)
+    chunks = [layer.quant_method.apply(layer, identity[i:i + 512], None) for i in range(0, n, 512)]
+    return torch.cat(chunks).t().contiguous()
+
+
+def _write_weight(layer, weight: torch.Tensor) -> None:
+    if layer.weight.numel():
+        layer.weight.data.copy_(weight)     # in place: CUDA graphs hold the pointer
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)

@@ -1,0 +1,596 @@
+"""The run folder: config, history, checkpoints, logs. Only rank 0 writes.
+
+    runs/<name>/config.toml                          written once, when the folder is made
+                history.h5                           one record a generation
+                checkpoints/generation_000012.h5     what a resume needs
+                metrics.jsonl  samples.jsonl         logs, one JSON object a line
+                adapter/  summary.json               results
+
+Every file but the two logs is replaced as a whole (`write_atomically`), so a
+kill at any moment leaves the old file or the new one. The logs only grow; a
+checkpoint stores their lengths, and a resume cuts them back to these.
+
+HDF5 never touches the file system here. HDF5 images are built and parsed in
+memory and go to and from the disk as plain bytes, because h5py cannot live
+through a full disk (after a refused write it segfaults at exit, the reason
+lost) nor reopen a file whose writer was killed. It also needs no HDF5 file
+lock, which Lustre may not offer. The price is one copy of the file in rank 0's
+memory.
+"""
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import io
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from . import __version__
+from .config import UserError
+
+SCHEMA = 1  # of history and checkpoints: raise it when an older program could no longer read them
+
+
+# Files: the old one or the new one, never half of one.
+
+@contextlib.contextmanager
+def _refusals(path, doing):
+    """Turn an OSError into one line that names the path and the file system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be {doing}: {error.strerror or error}") from error
+
+
+def _fsync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_folder(path):
+    """Make the names in a folder durable, where the file system knows how to."""
+    try:
+        _fsync(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def write_atomically(path, write, verify=None):
+    """Replace the file `path` by what `write(temp)` writes, or leave it untouched.
+
+    `write` gets a path in the same folder (<path>.tmp, overwritten if a killed
+    process left one). `verify(temp)`, if given, reads it again and raises if it
+    is wrong. Only then does the file get its name.
+    Raises UserError when the file system refuses, and whatever the two raise.
+    """
+    path = Path(path)
+    temp = path.with_name(path.name + ".tmp")
+    with _refusals(path, "written"):
+        try:
+            write(temp)
+            _fsync(temp)
+            if verify:
+                verify(temp)
+            os.replace(temp, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temp.unlink()
+            raise
+        _fsync_folder(path.parent)
+
+
+def write_json(path, obj):
+    """Write `obj` as JSON, atomically. A number that is not finite becomes null. Raises UserError."""
+    text = json.dumps(_plain(obj), indent=2, allow_nan=False) + "\n"
+    write_atomically(path, lambda temp: temp.write_text(text))
+
+
+def _plain(value):
+    """`value` in JSON's own types: numpy unpacked, NaN and infinities (which JSON lacks) as None."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+# The run folder.
+
+class RunFolder:
+    """The paths of one run. Make one with `create` (a new run) or `open` (resume, report)."""
+
+    def __init__(self, path, note=None):
+        self.path = Path(path)
+        self.note = note       # one line for the user, or None
+        self._intact = set()   # checkpoints this process has read back; pruning need not read them again
+
+    config = property(lambda self: self.path / "config.toml")
+    history = property(lambda self: self.path / "history.h5")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    samples = property(lambda self: self.path / "samples.jsonl")
+    adapter = property(lambda self: self.path / "adapter")
+    summary = property(lambda self: self.path / "summary.json")
+
+    @classmethod
+    def create(cls, name: str, config_text: str, root="runs") -> "RunFolder":
+        """A new folder <root>/<name> with config.toml and an empty checkpoints/.
+
+        Whatever has that name already is renamed to <name>.1, .2, ..., the first
+        that is free, and `note` says so. Raises UserError when the file system refuses.
+        """
+        path = Path(root) / name
+        # Made under another name first: <root>/<name> is whole or absent, and a
+        # full disk shows before the old run is moved. No run's name starts with a dot.
+        temp = path.with_name(f".{name}.tmp")
+        with _refusals(path, "made"):
+            (temp / "checkpoints").mkdir(parents=True, exist_ok=True)
+            write_atomically(temp / "config.toml", lambda file: file.write_bytes(config_text.encode()))
+            note = None
+            if os.path.lexists(path):
+                old = next(old for n in itertools.count(1)
+                           if not os.path.lexists(old := path.with_name(f"{name}.{n}")))
+                os.rename(path, old)
+                note = f"{path} was there already: renamed to {old}"
+            os.rename(temp, path)
+            _fsync_folder(path.parent)
+        return cls(path, note)
+
+    @classmethod
+    def open(cls, path) -> "RunFolder":
+        """The existing run folder `path`. Raises UserError if it is none."""
+        folder = cls(path)
+        if not folder.path.is_dir():
+            raise UserError(f"{path} is not a run folder: there is no such folder")
+        if not folder.config.is_file():
+            raise UserError(f"{path} is not a run folder: it has no config.toml")
+        return folder
+
+
+# HDF5 files with a checksum. fletcher32 sees a flipped bit in the data but not in
+# HDF5's own structures, so the first 512 bytes, which HDF5 leaves to the user (its
+# "user block"), hold a SHA-256 of all the others: one file, one rename, no sidecar.
+
+_BLOCK = 512
+
+
+class _Damaged(Exception):
+    """Why a file cannot be trusted."""
+
+
+def _seal(body) -> bytes:
+    return b"essa_mpi sha256 %s".ljust(_BLOCK, b"\n") % hashlib.sha256(body).hexdigest().encode()
+
+
+def _h5_bytes(groups, attributes) -> bytearray:
+    image = io.BytesIO()
+    with h5py.File(image, "w", userblock_size=_BLOCK) as file:
+        for group, arrays in groups.items():
+            parent = file.require_group(group)
+            for name, array in arrays.items():
+                # HDF5 checksums chunks, and a scalar or an empty dataset has none.
+                parent.create_dataset(name, data=array, fletcher32=array.ndim > 0 and array.size > 0)
+        file.attrs.update(attributes)
+    return bytearray(image.getbuffer())
+
+
+def _arrays(group) -> dict:
+    """Every dataset below an h5py group, by its path within the group."""
+    arrays = {}
+    group.visititems(lambda name, item: arrays.update({name: item[...]}) if isinstance(item, h5py.Dataset) else None)
+    return arrays
+
+
+def _attributes(file) -> dict:
+    return {key: value.item() if isinstance(value, np.generic) else value for key, value in file.attrs.items()}
+
+
+def _same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _open_h5(path) -> h5py.File:
+    """A sealed HDF5 file, read into memory. Raises _Damaged, also when it cannot be read at all."""
+    try:
+        data = memoryview(Path(path).read_bytes())
+        if not data[:_BLOCK].tobytes().startswith(b"essa_mpi sha256 "):
+            raise _Damaged(f"has no checksum in its first bytes ({len(data)} bytes)")
+        if data[:_BLOCK] != _seal(data[_BLOCK:]):
+            raise _Damaged(f"does not match its checksum ({len(data)} bytes)")
+        return h5py.File(io.BytesIO(data), "r")
+    except OSError as error:
+        raise _Damaged(f"cannot be read: {error.strerror or error}") from error
+
+
+def _refuse_newer(path, file):
+    schema = int(file.attrs["schema"])
+    if schema > SCHEMA:
+        raise UserError(f"{path} has schema {schema}, written by essa_mpi {file.attrs.get('package_version', '?')}; "
+                        f"this is essa_mpi {__version__}, which reads up to {SCHEMA}: use that version or a newer one")
+
+
+def _write_h5(path, groups, attributes) -> int:
+    """Write {group: {name: array}} and attributes to a sealed HDF5 file, atomically; its size in bytes."""
+    groups = {group: {name: np.asarray(array) for name, array in arrays.items()} for group, arrays in groups.items()}
+    data = _h5_bytes(groups, {**attributes, "schema": SCHEMA})
+    data[:_BLOCK] = _seal(memoryview(data)[_BLOCK:])
+
+    def verify(temp):
+        try:
+            with _open_h5(temp) as file:
+                for group, arrays in groups.items():
+                    stored = _arrays(file[group])
+                    if stored.keys() != arrays.keys() or not all(_same_bits(stored[n], arrays[n]) for n in arrays):
+                        raise _Damaged(f"holds other arrays in {group}")
+        except _Damaged as damage:
+            raise UserError(f"{path} was not written: read back, it {damage}; check the disk") from damage
+
+    write_atomically(path, lambda temp: temp.write_bytes(data), verify)
+    return len(data)
+
+
+# Checkpoints.
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    generation: int
+    groups: dict       # {group: {name: array}}, bit by bit as saved
+    attributes: dict   # str, int, float and bool as Python's own; arrays as numpy's
+    notes: list = field(default_factory=list)  # one line for each newer checkpoint that was skipped
+
+
+def _checkpoint_files(folder) -> dict:
+    """{path: generation}, the newest first."""
+    with _refusals(folder.checkpoints, "read"):
+        names = os.listdir(folder.checkpoints) if folder.checkpoints.exists() else []
+    found = {folder.checkpoints / name: int(match[1])
+             for name in names if (match := re.fullmatch(r"generation_(\d+)\.h5", name))}
+    return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
+
+
+def _open_checkpoint(path, generation) -> h5py.File:
+    """Raises _Damaged, also for a checkpoint that was given another generation's name."""
+    file = _open_h5(path)
+    if (stored := file.attrs.get("generation")) != generation:
+        file.close()
+        raise _Damaged(f"holds generation {stored}")
+    return file
+
+
+def save_checkpoint(folder: RunFolder, generation: int, groups: dict, attributes: dict, keep: int):
+    """Write checkpoints/generation_<generation>.h5 and remove what it makes superfluous.
+
+    groups: {group: {name: array}}; arrays of any shape, of number, bool or bytes ("S") dtype.
+    attributes: {name: str | int | float | bool | array}; `schema` and `generation` are added.
+    keep: checkpoints to keep, at least 2; damaged ones do not count.
+    Returns (path, size in bytes). Raises UserError when it cannot be written; the
+    earlier checkpoints are then untouched.
+    """
+    if keep < 2:
+        raise ValueError(f"keep = {keep}: the newest checkpoint may be damaged, so at least 2")
+    if bad := [group for group in groups if "/" in group]:
+        raise ValueError(f"group names cannot contain '/': {bad}")
+    with _refusals(folder.checkpoints, "made"):
+        folder.checkpoints.mkdir(exist_ok=True)
+    path = folder.checkpoints / f"generation_{generation:06d}.h5"
+    nbytes = _write_h5(path, groups, {**attributes, "generation": generation})
+    folder._intact.add(path)
+    _prune(folder, generation, keep)
+    return path, nbytes
+
+
+def _prune(folder, generation, keep):
+    """Keep the newest `keep` intact checkpoints up to `generation`; remove the others and stray temp files.
+
+    Damaged ones do not count and go: a resume has already passed them by. An
+    intact newer one is left alone, whoever wrote it.
+    """
+    kept, gone = 0, list(folder.checkpoints.glob("generation_*.h5.tmp"))
+    for path, number in _checkpoint_files(folder).items():
+        if (number > generation or kept < keep) and _is_intact(folder, path, number):
+            kept += number <= generation
+        else:
+            gone.append(path)
+    for path in gone:
+        # The checkpoint is safe; a file that cannot be removed now is tried again after the next one.
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _is_intact(folder, path, number):
+    if path not in folder._intact:
+        try:
+            _open_checkpoint(path, number).close()
+        except _Damaged:
+            return False
+        folder._intact.add(path)
+    return True
+
+
+def load_checkpoint(folder: RunFolder) -> Checkpoint | None:
+    """The newest valid checkpoint, None if there are none; changes nothing on disk.
+
+    Raises UserError if there are checkpoints but none is valid, or the newest
+    valid one has a newer schema (an older one would silently repeat work).
+    """
+    notes = []
+    for path, generation in _checkpoint_files(folder).items():
+        try:
+            with _open_checkpoint(path, generation) as file:
+                _refuse_newer(path, file)
+                groups = {name: _arrays(group) for name, group in file.items()}
+                folder._intact.add(path)
+                return Checkpoint(path, generation, groups, _attributes(file), notes)
+        except _Damaged as damage:
+            notes.append(f"checkpoint {path} skipped: it {damage}")
+    if notes:
+        raise UserError(f"{folder.path} has no valid checkpoint: {'; '.join(notes)}; start again without --resume")
+    return None
+
+
+# Where a file comes from.
+
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+_LIBRARIES = ("numpy", "h5py", "mpi4py", "cmaes", "torch", "vllm", "transformers", "peft", "safetensors")
+
+
+def provenance(config_text: str, **extra) -> dict:
+    """Attributes for history and checkpoints: versions, config, job. Cheap: imports no library.
+
+    `extra` is added to them (ranks, seed, model_hash, parent_checkpoint, ...), Nones left out.
+    `libraries` is a JSON object of versions.
+    """
+    versions = {"python": platform.python_version(), "hdf5": h5py.version.hdf5_version}
+    for library in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[library] = importlib.metadata.version(library)
+    found = {
+        "package_version": __version__,
+        "git_revision": _git_revision(),
+        "config": config_text,
+        "config_hash": hashlib.sha256(config_text.encode()).hexdigest(),
+        "libraries": json.dumps(versions),
+        # All that are set: one scheduler may run inside another.
+        "job_id": " ".join(f"{key}={os.environ[key]}" for key in _JOB_IDS if os.environ.get(key)) or None,
+    }
+    return {key: value for key, value in (found | extra).items() if value is not None}
+
+
+def _git_revision():
+    """The commit of the checkout this package lies in, "-dirty" if changed; None outside of one."""
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / ".git").exists():  # an installed package may lie within somebody else's repository
+        return None
+    command = ["git", "--no-optional-locks", "-C", checkout, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_MIB = 2**20
+
+
+def hash_model(folder) -> str:
+    """A SHA-256 that tells models apart without reading all of them.
+
+    Covers config.json and, of each weights file in `folder` (not below it), the
+    name, the size, and the first and last MiB. Raises UserError if there are none.
+    """
+    folder, digest = Path(folder), hashlib.sha256()
+    with _refusals(f"model folder {folder}", "read"):
+        weights = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+        if not weights:
+            raise UserError(f"model folder {folder} holds no weights ({', '.join(_WEIGHTS)})")
+        for path in weights:
+            with open(path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{path.name}\n{size}\n".encode())
+                for start in (0, max(0, size - _MIB)):
+                    file.seek(start)
+                    digest.update(file.read(_MIB))
+        if (folder / "config.json").exists():
+            digest.update(b"config.json\n" + (folder / "config.json").read_bytes())
+    return digest.hexdigest()
+
+
+# History.
+
+def history_schema(population: int) -> dict:
+    """What the generation loop records: {name: (shape, dtype)}.
+
+    Everything that another run of the same search may not repeat bit by bit is under times/.
+    """
+    integer, real = ((), np.int64), ((), np.float64)
+    return {
+        "generation": integer,
+        "fitness": ((population,), np.float64),
+        "mean_fitness": real,
+        "best_fitness": real,
+        "sigma": real,
+        "digest": integer,        # of the search state
+        "missing": integer,       # scores that were missing or not finite
+        "tokens": integer,        # generated
+        "cut": integer,           # completions stopped by max_tokens
+        "empty": integer,
+        "too_long": integer,      # prompts
+        "validation": real,       # NaN when not done
+        "validation_n": integer,
+        "times/unix": real,       # seconds since 1970, the others are durations in seconds
+        "times/seconds": real,    # the whole generation
+        "times/generate": real,
+        "times/place": real,
+        "times/score": real,
+        "times/wait": real,
+        "times/allgather": real,
+        "times/update": real,
+        "times/checkpoint": real,
+    }
+
+
+class History:
+    """One record a generation, from generation 0 on, without gaps.
+
+    schema: {name: (shape, dtype)}, with "generation". A record is scalars and a
+    row of `population` numbers, so the file is small (population 96, 10,000
+    generations: 9 MB) and is written whole each time. That is why a SIGKILL can
+    never make it unreadable: there is no moment at which it is open for writing.
+    """
+
+    def __init__(self, schema: dict):
+        self.schema = {name: (tuple(shape), np.dtype(dtype)) for name, (shape, dtype) in schema.items()}
+        self._rows = {name: [] for name in schema}
+
+    def __len__(self):
+        return len(self._rows["generation"])
+
+    def append(self, generation: int, **values):
+        """Add a record: every field of the schema but "generation", each of its shape.
+
+        Values may be converted only where none can change (int32 to int64, int to
+        float64). Raises ValueError otherwise, and then adds nothing.
+        """
+        if generation != len(self):
+            raise ValueError(f"history: generation {generation} after {len(self)} records: needs generation {len(self)}")
+        values["generation"] = generation
+        if different := values.keys() ^ self.schema.keys():
+            raise ValueError(f"history: fields missing or unknown: {sorted(different)}")
+        record = {}
+        for name, (shape, dtype) in self.schema.items():
+            value = np.asarray(values[name])
+            if value.shape != shape or not np.can_cast(value.dtype, dtype, "safe"):
+                raise ValueError(f"history: {name} is {value.dtype} of shape {value.shape}, needs {dtype} of shape {shape}")
+            record[name] = value.astype(dtype)  # a copy: the caller may reuse its buffer
+        for name, value in record.items():
+            self._rows[name].append(value)
+
+    def arrays(self) -> dict:
+        """{name: array of shape (generations, *shape)}, new arrays."""
+        return {name: np.array(self._rows[name], dtype).reshape(len(self), *shape)
+                for name, (shape, dtype) in self.schema.items()}
+
+    @classmethod
+    def from_arrays(cls, schema: dict, arrays: dict) -> "History":
+        """The history whose `arrays()` these are. Raises ValueError if they do not fit the schema."""
+        history = cls(schema)
+        if different := arrays.keys() ^ history.schema.keys():
+            raise ValueError(f"history: fields missing or unknown: {sorted(different)}")
+        length = len(arrays["generation"])
+        for name, (shape, dtype) in history.schema.items():
+            array = arrays[name]
+            if array.dtype != dtype or array.shape != (length, *shape):
+                raise ValueError(f"history: {name} is {array.dtype} of shape {array.shape}, "
+                                 f"needs {dtype} of shape {(length, *shape)}")
+            history._rows[name] = list(array.copy())
+        if not np.array_equal(arrays["generation"], np.arange(length)):
+            raise ValueError(f"history: generations are not 0 to {length - 1}")
+        return history
+
+    def write(self, path, attributes: dict) -> int:
+        """Write all records to the HDF5 file `path`, atomically; its size in bytes. Raises UserError."""
+        return _write_h5(path, {"/": self.arrays()}, attributes)
+
+
+def read_history(path):
+    """({name: array}, attributes) of a history file. Raises UserError."""
+    try:
+        with _open_h5(path) as file:
+            _refuse_newer(path, file)
+            return _arrays(file), _attributes(file)
+    except _Damaged as damage:
+        raise UserError(f"history {path} {damage}") from damage
+
+
+# Logs.
+
+class JsonLines:
+    """A log of one JSON object a line, which survives kills and full disks as whole lines.
+
+    Opening cuts off a last line that a kill left unfinished. Raises UserError
+    when the file system refuses.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        with _refusals(self.path, "opened"):
+            # Unbuffered: a line is with the system once `append` returns, and a
+            # failed write leaves nothing behind to be written later.
+            self._file = open(self.path, "ab+", buffering=0)
+            self._size = _end_of_lines(self._file)
+            self._file.truncate(self._size)
+
+    def append(self, record: dict):
+        """Add a line. numpy values are unpacked; a number that is not finite becomes null."""
+        line = memoryview(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+        with _refusals(self.path, "written"):
+            try:
+                rest = line
+                while rest:
+                    rest = rest[self._file.write(rest):]
+            except BaseException:
+                with contextlib.suppress(OSError):  # if this fails too, the next opening cuts
+                    self._file.truncate(self._size)
+                raise
+        self._size += len(line)
+
+    @property
+    def offset(self) -> int:
+        """The length in bytes, all of it on the disk: store this in the checkpoint, read before saving it."""
+        with _refusals(self.path, "written"):
+            os.fsync(self._file.fileno())
+        return self._size
+
+    def truncate(self, offset: int):
+        """Cut the log back to the `offset` a checkpoint stored. Raises UserError if that is not its own."""
+        with _refusals(self.path, "cut"):
+            ended = offset == 0 or os.pread(self._file.fileno(), 1, offset - 1) == b"\n"
+            if offset > self._size or not ended:
+                raise UserError(f"{self.path} does not go with the checkpoint: it has {self._size} bytes, and no line "
+                                f"ends at byte {offset}; put the file back or start again without --resume")
+            self._file.truncate(offset)
+            os.fsync(self._file.fileno())
+        self._size = offset
+
+    def close(self):
+        self._file.close()
+
+
+def _end_of_lines(file) -> int:
+    """The length of `file` up to its last newline."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _MIB)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def read_json_lines(path) -> list:
+    """The records of a log, a last unfinished line left out. Raises UserError."""
+    with _refusals(path, "read"):
+        lines = Path(path).read_bytes().split(b"\n")[:-1]  # what follows the last newline is no line
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,271 @@
+"""Adapter <-> singular values <-> search vector. peft in, peft out; knows nothing of MPI or vLLM.
+
+Paper, section 3: the two LoRA factors of a projection, A (r x n) and B (m x r), are
+decomposed each on its own, A = U_A S_A V_A^T and B = U_B S_B V_B^T. U and V stay
+fixed; the search vector holds the top floor(alpha r) singular values of A and of B
+of every adapted attention projection, as offsets: 0 is the adapter as it was.
+
+M = V_B^T U_A is r x r, orthogonal and fixed, so a candidate differs from the others
+only in an r x r core a projection:
+
+    delta W = U_B core V_A^T,   core = scale * diag(s_B + d_B) M diag(s_A + d_A)
+"""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .config import UserError
+
+SEARCHED = ("q_proj", "k_proj", "v_proj", "o_proj")
+STATIC = ("gate_proj", "up_proj", "down_proj")   # kept as the warm start left them
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)   # vLLM's LoRAConfig
+
+_TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+\.layers\.(?P<layer>\d+)\.\w+\.(?P<projection>\w+))"
+                     r"\.lora_(?P<factor>[AB])(?:\.default)?\.weight$")
+
+
+def searched_values(alpha: float, rank: int) -> int:
+    """floor(alpha r): singular values of one factor that are searched.
+
+    Guarded against 0.1 * 10 = 0.99999...; see paper, section 3 and its Table 7.
+    """
+    return math.floor(alpha * rank + 1e-9)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One adapted linear layer, decomposed. All arrays float64."""
+
+    module: str        # e.g. model.layers.0.self_attn.q_proj
+    name: str          # q_proj
+    scale: float       # peft's lora_alpha / r
+    U_B: np.ndarray    # (m, r)
+    s_B: np.ndarray    # (r,)
+    V_B: np.ndarray    # (r, r), columns are right singular vectors
+    U_A: np.ndarray    # (r, r)
+    s_A: np.ndarray    # (r,)
+    V_A: np.ndarray    # (n, r)
+    searched: int      # singular values of each factor in the search vector: 0 for a static layer
+
+    @property
+    def rank(self) -> int:
+        return len(self.s_A)
+
+    @property
+    def mixing(self) -> np.ndarray:
+        """M = V_B^T U_A, (r, r) orthogonal."""
+        return self.V_B.T @ self.U_A
+
+
+class Spectrum:
+    """The searched singular values of one adapter.
+
+    projections: in layer order, q, k, v, o within a layer. The search vector is the
+    concatenation, projection by projection, of A's offsets, then B's.
+    """
+
+    def __init__(self, projections: list[Projection], relative: bool, tensors: dict, peft_config: dict):
+        self.projections, self.relative = projections, relative
+        self.dimension = sum(2 * p.searched for p in projections)   # D
+        self.max_rank = max(p.rank for p in projections)
+        self._tensors, self._peft_config = tensors, peft_config
+
+    @classmethod
+    def load(cls, folder: str | Path, alpha: float, relative: bool = True) -> "Spectrum":
+        """Decompose the peft adapter in `folder`. Raises UserError if it cannot be searched."""
+        peft_config, tensors = read_adapter(folder)
+        factors = {}
+        for name, tensor in tensors.items():
+            match = _TENSOR.match(name)
+            if match is None or match["projection"] not in SEARCHED + STATIC:
+                raise UserError(f"adapter {folder}: `{name}` is not a LoRA factor of an attention or MLP "
+                                f"projection ({', '.join(SEARCHED + STATIC)}); train the adapter on those only")
+            factors.setdefault(match["module"], {"layer": int(match["layer"]), "name": match["projection"]})
+            factors[match["module"]][match["factor"]] = tensor
+        order = SEARCHED + STATIC
+        projections = []
+        for module, f in sorted(factors.items(), key=lambda kv: (kv[1]["layer"], order.index(kv[1]["name"]))):
+            if "A" not in f or "B" not in f:
+                raise UserError(f"adapter {folder}: {module} has lora_{'A' if 'A' in f else 'B'} but not its pair")
+            if f["A"].shape[0] != f["B"].shape[1]:
+                raise UserError(f"adapter {folder}: {module} has A {f['A'].shape} and B {f['B'].shape}: ranks differ")
+            projections.append(_decompose(folder, module, f, peft_config, alpha))
+        if not any(p.name in SEARCHED for p in projections):
+            raise UserError(f"adapter {folder}: adapts no attention projection; it needs one of {', '.join(SEARCHED)}")
+        if all((p.s_B == 0).all() or (p.s_A == 0).all() for p in projections if p.searched):
+            raise UserError(f"adapter {folder}: its update is zero (an untrained adapter), so no singular value of it "
+                            f"does anything; warm-start it first: python -m essa_mpi sft CONFIG")
+        return cls(projections, relative, tensors, peft_config)
+
+    def spectra(self, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(s_A + d_A, s_B + d_B) of every projection for the search vector x (D,)."""
+        x = np.asarray(x, np.float64)
+        if x.shape != (self.dimension,):
+            raise ValueError(f"search vector has shape {x.shape}, needs ({self.dimension},)")
+        result, at = [], 0
+        for p in self.projections:
+            k = p.searched
+            pair = []
+            for s, offset in ((p.s_A, x[at:at + k]), (p.s_B, x[at + k:at + 2 * k])):
+                moved = s.copy()
+                moved[:k] += s[:k] * offset if self.relative else offset
+                pair.append(moved)
+            result.append(tuple(pair))
+            at += 2 * k
+        return result
+
+    def cores(self, x: np.ndarray) -> list[np.ndarray]:
+        """scale * diag(s_B + d_B) M diag(s_A + d_A), (r, r) float64, one a projection."""
+        return [p.scale * s_B[:, None] * p.mixing * s_A[None, :]
+                for p, (s_A, s_B) in zip(self.projections, self.spectra(x))]
+
+    def factors(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """The adapter's tensors for x under their peft names: A' = U_A diag V_A^T, B' = U_B diag V_B^T."""
+        by_module = {p.module: pair for p, pair in zip(self.projections, self.spectra(x))}
+        projections = {p.module: p for p in self.projections}
+        result = {}
+        for name, tensor in self._tensors.items():
+            match = _TENSOR.match(name)
+            p, (s_A, s_B) = projections[match["module"]], by_module[match["module"]]
+            left, s, right = (p.U_A, s_A, p.V_A) if match["factor"] == "A" else (p.U_B, s_B, p.V_B)
+            result[name] = ((left * s) @ right.T).astype(np.float32)
+        return result
+
+    def save(self, folder: str | Path, x: np.ndarray) -> None:
+        """Write the adapter for x as an ordinary peft folder (float32)."""
+        import torch
+        from safetensors.torch import save_file
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(t)) for name, t in self.factors(x).items()}
+        save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(self._peft_config, indent=2) + "\n")
+
+    def digest(self) -> str:
+        """A hash of all that makes a candidate out of a search vector; compared between ranks at start."""
+        h = hashlib.blake2b(digest_size=8)
+        for p in self.projections:
+            for array in (p.U_B, p.s_B, p.V_B, p.U_A, p.s_A, p.V_A):
+                h.update(np.ascontiguousarray(array).tobytes())
+        return h.hexdigest()
+
+
+def read_adapter(folder: str | Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """(adapter_config, name -> float64 array) of a peft LoRA folder. Raises UserError."""
+    folder = Path(folder)
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(f"adapter {folder}: no adapter_config.json there; give a peft LoRA folder, "
+                        f"or make one with: python -m essa_mpi sft CONFIG")
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+    except (ValueError, OSError) as error:
+        raise UserError(f"adapter {folder}: adapter_config.json cannot be read: {error}") from None
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"adapter {folder}: peft_type is {config.get('peft_type')}; only LORA is supported")
+    for key in ("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora"):
+        if config.get(key):
+            raise UserError(f"adapter {folder}: {key} is set; it changes what a singular value means and "
+                            f"is not supported: train a plain LoRA")
+    if config.get("bias", "none") != "none" or config.get("modules_to_save"):
+        raise UserError(f"adapter {folder}: it trains biases or whole modules (bias, modules_to_save), which a "
+                        f"candidate cannot carry; train with bias='none' and no modules_to_save")
+    try:
+        if (folder / "adapter_model.safetensors").is_file():
+            from safetensors.torch import load_file
+            tensors = load_file(str(folder / "adapter_model.safetensors"))
+        elif (folder / "adapter_model.bin").is_file():
+            import torch
+            tensors = torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True)
+        else:
+            raise UserError(f"adapter {folder}: no adapter_model.safetensors or adapter_model.bin there")
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"adapter {folder}: its weights cannot be read: {error}") from None
+    return config, {name: tensor.double().numpy() for name, tensor in tensors.items()}
+
+
+def _pattern(patterns: dict, module: str, default):
+    """peft's rank_pattern / alpha_pattern: the first key that names the module or ends its name."""
+    for key, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
+
+
+def _decompose(folder, module: str, f: dict, peft_config: dict, alpha: float) -> Projection:
+    rank = f["A"].shape[0]
+    lora_alpha = _pattern(peft_config.get("alpha_pattern"), module, peft_config["lora_alpha"])
+    nominal = _pattern(peft_config.get("rank_pattern"), module, peft_config["r"])
+    if nominal != rank:
+        raise UserError(f"adapter {folder}: {module} has rank {rank} but its adapter_config says {nominal}")
+    if rank > MAX_RANKS[-1]:
+        raise UserError(f"adapter {folder}: rank {rank} is not supported by vLLM (at most {MAX_RANKS[-1]})")
+    searched = searched_values(alpha, rank) if f["name"] in SEARCHED else 0
+    if f["name"] in SEARCHED and searched == 0:
+        raise UserError(f"config: alpha = {alpha}: floor(alpha x rank) is 0 for rank {rank}, so nothing would be "
+                        f"searched; use alpha >= {1 / rank:g}")
+    if not (np.isfinite(f["A"]).all() and np.isfinite(f["B"]).all()):
+        raise UserError(f"adapter {folder}: {module} holds values that are not finite")
+    # A (r x n) with r <= n; B (m x r) with r <= m: thin SVDs.
+    U_A, s_A, V_At = np.linalg.svd(f["A"], full_matrices=False)
+    U_B, s_B, V_Bt = np.linalg.svd(f["B"], full_matrices=False)
+    scale = lora_alpha / math.sqrt(rank) if peft_config.get("use_rslora") else lora_alpha / rank
+    return Projection(module, f["name"], scale, U_B, s_B, V_Bt.T.copy(), U_A, s_A, V_At.T.copy(), searched)
+
+
+def check_fits(spectrum: Spectrum, model_folder: str | Path, shapes: dict[str, tuple[int, int]]) -> None:
+    """Raise UserError if a projection of the adapter does not fit the model, naming both shapes.
+
+    shapes: module name -> (m, n) of the model's linear layers.
+    """
+    for p in spectrum.projections:
+        have, need = shapes.get(p.module), (p.U_B.shape[0], p.V_A.shape[0])
+        if have is None:
+            raise UserError(f"the adapter adapts {p.module}, which the model {model_folder} does not have; "
+                            f"it belongs to another model")
+        if have != need:
+            raise UserError(f"the adapter belongs to another model: {p.module} is {need[0]} x {need[1]} in the "
+                            f"adapter and {have[0]} x {have[1]} in {model_folder}")
+
+
+def model_shapes(model_folder: str | Path) -> dict[str, tuple[int, int]]:
+    """(m, n) of every 2-d `.weight` in a Hugging Face folder, from the safetensors headers alone.
+
+    Empty for a folder without safetensors; quantised linears (no 2-d float weight) are left out.
+    """
+    import struct
+    shapes = {}
+    for path in sorted(Path(model_folder).glob("*.safetensors")):
+        with open(path, "rb") as f:
+            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        for name, entry in header.items():
+            if name.endswith(".weight") and len(entry.get("shape", ())) == 2:
+                shapes[name.removesuffix(".weight")] = tuple(entry["shape"])
+    return shapes
+
+
+def check_model(model_folder: str | Path) -> dict:
+    """The model's config.json. Raises UserError for a folder that is no usable model."""
+    folder = Path(model_folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model {folder}: no config.json there; give a Hugging Face model folder")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"model {folder}: config.json is not JSON: {error}") from None
+    shapes = model_shapes(folder)
+    if shapes:
+        missing = [p for p in SEARCHED if not any(name.endswith(f".self_attn.{p}") for name in shapes)]
+        quantised = "quantization_config" in config
+        if missing and not quantised:
+            raise UserError(f"model {folder} ({', '.join(config.get('architectures') or ['?'])}) has no "
+                            f"{', '.join(missing)}: only Llama- and Qwen-style attention (q_proj, k_proj, v_proj, "
+                            f"o_proj) can be evolved")
+    return config

@@ -1,0 +1,307 @@
+"""Rows to prompts: JSONL files or a reasoning-gym generator, four disjoint splits, minibatches, token ids.
+
+Knows nothing of MPI, engines or rewards. Everything here is a function of the config
+alone, so every rank builds the same task; `Task.digest` lets them check that.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .config import Config, UserError
+from .perturbation import row_order
+
+GENERATOR_ROWS = 1000  # task_rows = 0 with a generator
+SPLITS = ("heldout", "validation", "train", "sft")  # a prompt that occurs twice stays in the first of these
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a task, as read."""
+
+    prompt: str | list[dict]  # text, or chat messages {"role", "content"}
+    answer: object            # whatever JSON holds; None only in a row of sft_data that has a completion
+    fields: dict              # all the other columns
+    completion: str | None    # what the warm start learns, if the row says it
+    source: str               # "file.jsonl:17" (line) or "largest_number[17]" (index)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The rows of a run. `notes` says in words what was left out of them."""
+
+    sft: list[Row]
+    train: list[Row]
+    validation: list[Row]
+    heldout: list[Row]
+    notes: list[str] = field(default_factory=list)
+
+    def minibatch(self, generation: int, batch: int, seed: int) -> np.ndarray:
+        """The rows of a generation: int64 (batch,), distinct indices into `train`.
+
+        A function of (seed, generation, batch) and the number of rows n alone. Rows are taken
+        in order from one permutation of all n after another (an epoch each), so every row is
+        used once before any is used again. Where a batch straddles two epochs, rows of the
+        second that the batch already has step back behind the first `batch` rows of theirs.
+        With n < 2 batch - 1 that would reach back through all epochs; every generation then
+        takes the first `batch` rows of its own permutation. Raises UserError if n < batch.
+        """
+        n = len(self.train)
+        if batch > n:
+            raise UserError(f"config: batch = {batch}: the train split has only {n} rows; "
+                            f"lower batch or give more rows")
+        if n < 2 * batch - 1:
+            return row_order(seed, generation, n)[:batch]
+        epoch, start = divmod(generation * batch, n)
+        rows = self._epoch(epoch, batch, seed)[start:start + batch]
+        if len(rows) < batch:
+            rows = np.concatenate([rows, self._epoch(epoch + 1, batch, seed)[:batch - len(rows)]])
+        return rows
+
+    def _epoch(self, epoch: int, batch: int, seed: int) -> np.ndarray:
+        """The order of one epoch, int64 (n,): only its first `batch` places differ from row_order's."""
+        n = len(self.train)
+        order = row_order(seed, epoch, n)
+        begun = epoch * n % batch  # rows of the straddling batch that the epoch before gave
+        if begun:
+            head = order[:batch]
+            clash = np.isin(head, row_order(seed, epoch - 1, n)[n - begun:])
+            order[:batch] = np.concatenate([head[~clash], head[clash]])
+        return order
+
+    def digest(self) -> int:
+        """64 bits of all prompts, answers and completions: differs between ranks that read different rows.
+
+        A generator's rows can depend on more than its seed (the order of a set of strings, say).
+        """
+        sha = hashlib.sha256()
+        for split in SPLITS:
+            for row in getattr(self, split):
+                content = [split, row.prompt, row.answer, row.completion]
+                sha.update(json.dumps(content, sort_keys=True, default=str).encode())
+        return int.from_bytes(sha.digest()[:8], "little")
+
+
+def is_file(task: str) -> bool:
+    """Whether `task` names a file rather than a reasoning-gym generator."""
+    return task.endswith(".jsonl") or os.sep in task or Path(task).is_file()
+
+
+def load_task(config: Config) -> Task:
+    """The four splits. Raises UserError on the first thing that is wrong with the rows.
+
+    A split with its own file takes its first `*_rows` rows (0 = all). The others are cut off
+    `task` in the order of a permutation seeded with `split_seed`; what is left is `train`.
+    """
+    files = {"heldout": config.heldout_data, "validation": config.validation_data, "sft": config.sft_data}
+    sizes = {"heldout": config.heldout_rows, "validation": config.validation_rows, "sft": config.sft_rows}
+    cuts = {split: size for split, size in sizes.items() if size and not files[split]}
+    notes = []
+
+    pool = read_file(config.task, "task", config) if is_file(config.task) else _generate(config)
+    if is_file(config.task) and config.task_rows:
+        pool = pool[:config.task_rows]
+    splits = {split: read_file(path, f"{split}_data", config)[:sizes[split] or None]
+              for split, path in files.items() if path}
+
+    if not is_file(config.task):
+        # Nobody can edit the rows of a generator, so the files win over it.
+        taken = {_identity(row) for rows in splits.values() for row in rows}
+        pool = _drop(pool, lambda row: _identity(row) in taken, notes, "that occur in the files of other splits")
+    if cuts or not is_file(config.task):
+        first = {}
+        for row in pool:
+            first.setdefault(_identity(row), row)
+        pool = _drop(pool, lambda row: first[_identity(row)] is not row, notes, "whose prompt occurred before")
+    if cuts:
+        if sum(cuts.values()) >= len(pool):
+            wanted = " + ".join(f"{split}_rows {size}" for split, size in cuts.items())
+            raise UserError(f"config: {wanted} leaves none of the {len(pool)} rows of task = {config.task!r} to "
+                            f"evolve on; lower them, give the splits files of their own, or raise task_rows")
+        order = row_order(config.split_seed, 0, len(pool)).tolist()
+        pool = [pool[i] for i in order]
+        for split, size in cuts.items():
+            splits[split], pool = pool[:size], pool[size:]
+    splits["train"] = pool
+    splits = {split: splits.get(split, []) for split in SPLITS}
+
+    _check_disjoint(splits)
+    if config.batch > len(pool):
+        raise UserError(f"config: batch = {config.batch}: the train split of task = {config.task!r} has only "
+                        f"{len(pool)} rows; lower batch or give more rows")
+    return Task(notes=notes, **splits)
+
+
+def _messages(prompt: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _identity(row: Row) -> str:
+    """What makes two prompts the same: text equals a single user message of that text."""
+    return json.dumps(_messages(row.prompt), sort_keys=True)
+
+
+def _drop(rows, unwanted, notes, why):
+    kept = [row for row in rows if not unwanted(row)]
+    if len(kept) < len(rows):
+        source = rows[0].source.rsplit(":" if ":" in rows[0].source else "[", 1)[0]
+        notes.append(f"{source}: dropped {len(rows) - len(kept)} of {len(rows)} rows {why}")
+    return kept
+
+
+def _check_disjoint(splits: dict[str, list[Row]]) -> None:
+    """Raise UserError if a prompt occurs in two splits."""
+    seen, shared = {}, []
+    for split, rows in splits.items():
+        for row in rows:
+            other, source = seen.setdefault(_identity(row), (split, row.source))
+            if other != split:
+                shared.append(f"{source} ({other}) and {row.source} ({split})")
+    if shared:
+        raise UserError(f"{len(shared)} prompts occur in two splits, first {shared[0]}; "
+                        f"remove them from one of the files: scores on rows that were trained on mean nothing")
+
+
+def read_file(path: str, key: str, config: Config) -> list[Row]:
+    """All rows of a JSONL file, in order; `key` is the config key that names it.
+
+    Blank lines are skipped. Raises UserError if the file is missing, unreadable or empty,
+    and with file:line on a line that is no JSON object or lacks its keys.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")  # not splitlines: text may hold U+2028
+    except FileNotFoundError:
+        raise UserError(f"config: {key} = {path!r}: there is no such file; give a JSONL file, "
+                        f"relative to the current directory {os.getcwd()}") from None
+    except OSError as error:
+        raise UserError(f"config: {key} = {path!r}: cannot be read: {error.strerror}; "
+                        f"give a readable JSONL file") from None
+    rows = [_parse(line, f"{path}:{number}", key, config)
+            for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        raise UserError(f"config: {key} = {path!r}: the file holds no rows; give one JSON object a line")
+    return rows
+
+
+def _parse(line: bytes, source: str, key: str, config: Config) -> Row:
+    def refuse(what):
+        raise UserError(f"{source}: {what}") from None
+
+    def no_constant(name):
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        fields = json.loads(line.decode("utf-8-sig"), parse_constant=no_constant)
+        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair has no bytes, hence no tokens
+    except UnicodeEncodeError:
+        refuse("holds half a surrogate pair (an escape \\udXXX without its other half); mend the text")
+    except UnicodeDecodeError as error:
+        refuse(f"not UTF-8 ({error.reason} at byte {error.start} of the line); save the file as UTF-8")
+    except (ValueError, RecursionError) as error:
+        refuse(f"not JSON: {error}; needs one JSON object a line")
+    if not isinstance(fields, dict):
+        refuse(f"is a JSON {type(fields).__name__}; needs an object with {config.prompt_key!r} and "
+               f"{config.answer_key!r}")
+
+    def take(name, key):
+        if name not in fields:
+            present = ", ".join(map(repr, fields)) or "nothing"
+            refuse(f"no key {name!r} ({key}); the row has {present}; add it or set {key}")
+        return fields.pop(name)
+
+    prompt = take(config.prompt_key, "prompt_key")
+    wrong = _wrong_prompt(prompt, config)
+    if wrong:
+        refuse(f"{config.prompt_key!r} {wrong}")
+    completion = fields.pop(config.completion_key, None)
+    if not (completion is None or isinstance(completion, str)):
+        refuse(f"{config.completion_key!r} is {json.dumps(completion)[:60]}; needs a string")
+    # A row that is only learnt, never scored, may do without an answer.
+    learnt = key == "sft_data" and completion is not None
+    answer = fields.pop(config.answer_key, None) if learnt else take(config.answer_key, "answer_key")
+    if answer is None and not learnt:
+        refuse(f"{config.answer_key!r} is null; needs the right answer")
+    return Row(prompt, answer, fields, completion, source)
+
+
+def _wrong_prompt(prompt, config: Config) -> str | None:
+    """What is wrong with a prompt, or None."""
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "is empty; needs text or chat messages"
+    if not isinstance(prompt, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in prompt):
+        return ('needs to be a string or a list of messages {"role": ..., "content": ...} with string values, '
+                f"not {json.dumps(prompt)[:60]}")
+    if not any(m["content"].strip() for m in prompt):
+        return "is empty; needs text or chat messages"
+    if not config.chat:
+        return "is a list of messages, which needs chat = true; give plain text instead or set it"
+    if config.system_prompt and prompt[0]["role"] == "system":
+        return "begins with a system message and system_prompt is set too; drop one of the two"
+    return None
+
+
+def _generate(config: Config) -> list[Row]:
+    """The rows of a reasoning-gym generator; raises UserError."""
+    dataset = generator(config)
+    rows = []
+    try:
+        for index in range(len(dataset)):
+            entry = dict(dataset[index])
+            rows.append(Row(entry.pop("question"), entry.pop("answer"), entry, None, f"{config.task}[{index}]"))
+    except Exception as error:
+        raise UserError(f"config: task = {config.task!r}: the generator failed at row {len(rows)}: "
+                        f"{one_line(error)}; change task_args = {config.task_args}") from error
+    return rows
+
+
+def generator(config: Config):
+    """The reasoning-gym dataset `task` names, seeded with split_seed. Raises UserError."""
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError:
+        raise UserError(f"config: task = {config.task!r}: no such file, and generators need reasoning-gym; "
+                        f"pip install reasoning-gym, or give a JSONL file") from None
+    if config.task not in DATASETS:
+        near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.5)
+        hint = f"nearest generators: {', '.join(near)}" if near else f"there are {len(DATASETS)} generators"
+        raise UserError(f"config: task = {config.task!r}: neither a JSONL file nor a reasoning-gym generator; {hint}")
+    for name, instead in (("size", "task_rows"), ("seed", "split_seed")):
+        if name in config.task_args:
+            raise UserError(f"config: task_args: {name} is set by {instead}; remove it and set {instead}")
+    try:
+        return create_dataset(config.task, size=config.task_rows or GENERATOR_ROWS, seed=config.split_seed,
+                              **config.task_args)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"config: task_args = {config.task_args}: {config.task} refuses: {one_line(error)}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as 'Type: message' on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def render(row: Row, tokenizer, config: Config) -> list[int]:
+    """Prompt token ids of a row: the chat template with system_prompt first, or with chat = false
+    system_prompt and prompt as plain text, one straight after the other.
+
+    Raises UserError if chat = true and the tokenizer has no template, or the template refuses the row.
+    """
+    if not config.chat:
+        return list(tokenizer(config.system_prompt + row.prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise UserError(f"config: chat = true: the tokenizer of model = {config.model!r} has no chat template; "
+                        f"set chat = false")
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    try:
+        return list(tokenizer.apply_chat_template(system + _messages(row.prompt), add_generation_prompt=True,
+                                                  tokenize=True, return_dict=False))
+    except Exception as error:  # templates raise what they like
+        raise UserError(f"{row.source}: the chat template of model = {config.model!r} refuses the prompt: "
+                        f"{one_line(error)}") from None

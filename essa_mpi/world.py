@@ -1,0 +1,377 @@
+"""MPI: the ranks, where they sit, how a run ends, and THE all-gather. Knows nothing of models.
+
+A generation ends with one Allgather of 8-byte words (`World.exchange`). What is
+sent a rank: a header (digest of the search state, busy time, flags, counters)
+and a fixed number of words for each tile of candidates x rows the rank scored,
+padded to the largest share. Its size depends on neither the model nor the rewards.
+"""
+
+import os
+import platform
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+
+from .config import UserError
+
+# Rewards are summed as 128-bit fixed point with 64 fractional bits, so a sum does not depend on how
+# the rows were tiled. A float64 of magnitude >= 2^-12 is represented exactly; a smaller one is
+# rounded once, before any sum. |reward| <= 2^20 is checked where rewards are made, so that
+# the squares of four million rows fit too.
+FRACTION_BITS = 64
+
+# Environment variables by which launchers announce their size and rank.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("PMIX_SIZE", "PMIX_RANK"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+)
+
+HEADER = ("digest", "stop", "busy_ns", "place_ns", "generate_ns", "score_ns",
+          "completions", "tokens", "cut", "empty", "too_long")
+TILE_WORDS = 7  # sum (2), sum of squares (2), rows scored, rows missing, least reward
+
+
+def to_fixed(value: float) -> int:
+    """A float64 as an integer multiple of 2^-64, rounded to nearest, ties to even."""
+    return round(Fraction(value) * (1 << FRACTION_BITS))
+
+
+@dataclass
+class Tile:
+    """Rows [start, stop) of one arm (a candidate, or the mean): what is scored by one rank."""
+
+    arm: int
+    start: int
+    stop: int
+
+
+@dataclass
+class TileScore:
+    """What a scored tile adds up to: fixed-point sums of its rows' rewards and of their squares."""
+
+    total: int = 0
+    squares: int = 0
+    rows: int = 0
+    missing: int = 0
+    least: float = np.inf
+
+    def add(self, reward: float) -> None:
+        """Add one row's reward; a reward that is not finite counts as missing."""
+        if not np.isfinite(reward):
+            self.missing += 1
+            return
+        self.total += to_fixed(reward)
+        self.squares += to_fixed(reward * reward)
+        self.rows += 1
+        self.least = min(self.least, reward)
+
+    def words(self) -> list[int]:
+        """The tile as TILE_WORDS signed 64-bit integers."""
+        low = (1 << 64) - 1
+        least = int(np.float64(self.least).view(np.int64))
+        return [self.total >> 64, _signed(self.total & low), self.squares >> 64,
+                _signed(self.squares & low), self.rows, self.missing, least]
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _unsigned(word: int) -> int:
+    return word & ((1 << 64) - 1)
+
+
+@dataclass
+class ArmScore:
+    """One candidate over all its rows, whoever scored them."""
+
+    total: int = 0
+    squares: int = 0
+    rows: int = 0
+    missing: int = 0
+
+    def mean(self, worst: float) -> float:
+        """Mean reward, correctly rounded; a missing row scores `worst`. -inf if nothing was scored.
+
+        The exact sum is rounded once, so the result has the same bits on any number of ranks.
+        """
+        if self.rows == 0:
+            return -np.inf
+        total = self.total + self.missing * (to_fixed(worst) if self.missing else 0)
+        return float(Fraction(total, (self.rows + self.missing) << FRACTION_BITS))
+
+    def stderr(self, worst: float) -> float:
+        """Standard error of the mean over rows (sample variance, n - 1); nan below two rows."""
+        n = self.rows + self.missing
+        if self.rows == 0 or n < 2:
+            return float("nan")
+        w = worst if self.missing else 0.0
+        total = Fraction(self.total + self.missing * to_fixed(w), 1 << FRACTION_BITS)
+        squares = Fraction(self.squares + self.missing * to_fixed(w * w), 1 << FRACTION_BITS)
+        return float(max(squares - total * total / n, 0) / (n - 1) / n) ** 0.5
+
+
+@dataclass
+class Exchanged:
+    """What every rank knows after the all-gather: the same on all of them."""
+
+    arms: list[ArmScore]
+    worst: float                 # the least finite reward of the exchange: what a missing row scores
+    header: dict[str, np.ndarray]  # name -> (ranks,) int64
+    bytes_sent: int              # by one rank
+    wait: float = 0.0            # seconds this rank waited for the slowest
+    seconds: float = 0.0         # seconds in the all-gather, the wait taken out
+
+    def total(self, name: str) -> int:
+        return int(self.header[name].sum())
+
+
+@dataclass
+class Busy:
+    """A rank's work since the last all-gather, for the header; seconds as float."""
+
+    place: float = 0.0
+    generate: float = 0.0
+    score: float = 0.0
+    total: float = 0.0
+    counters: dict = field(default_factory=dict)  # completions, tokens, cut, empty, too_long
+
+
+def share(lengths: list[int], rank: int, size: int) -> list[Tile]:
+    """The tiles of `rank`: a contiguous run of all cells (arm, row), arms in order.
+
+    Every rank gets floor or ceil of cells / size, so neither the population nor
+    the batch need divide by the ranks, and ranks beyond the population still help.
+    """
+    cells = sum(lengths)
+    first, last = rank * cells // size, (rank + 1) * cells // size
+    tiles, offset = [], 0
+    for arm, length in enumerate(lengths):
+        start, stop = max(first - offset, 0), min(last - offset, length)
+        if start < stop:
+            tiles.append(Tile(arm, start, stop))
+        offset += length
+    return tiles
+
+
+def check_launcher(size: int, library: str, environment=os.environ) -> None:
+    """Raise UserError if the launcher announces more processes than COMM_WORLD has.
+
+    That is mpi4py linked to another MPI than mpirun: every process believes it is alone.
+    """
+    announced = [(name, environment[name]) for name, _ in _LAUNCHERS if name in environment]
+    if not announced and "SLURM_STEP_ID" in environment:
+        announced = [(n, environment[n]) for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in environment][:1]
+    for name, value in announced:
+        if value.isdigit() and int(value) > size:
+            raise UserError(
+                f"the launcher started {value} processes ({name}) but mpi4py sees {size}: it loaded another MPI "
+                f"than mpirun's ({library}). Rebuild it with the MPI you run with: "
+                f"MPICC='mpicc -shared' python -m pip install --force-reinstall --no-cache-dir "
+                f"--no-binary=mpi4py mpi4py")
+
+
+def launcher_rank(environment=os.environ) -> int:
+    """The rank the launcher gave this process, 0 if it gave none: who prints when MPI does not work."""
+    for name in [rank for _, rank in _LAUNCHERS] + ["SLURM_PROCID"]:
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return 0
+
+
+def cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+class World:
+    """The ranks of a run. `comm` is an mpi4py communicator; only the main thread may use it.
+
+    Attributes: rank, size; local_rank, local_size (on this host); hosts, cpus ((size,) names).
+    """
+
+    def __init__(self, comm=None):
+        """Raises UserError if the launcher started more processes than MPI sees."""
+        import mpi4py
+        mpi4py.rc.thread_level = "funneled"
+        from mpi4py import MPI
+        self._mpi = MPI
+        self.comm = MPI.COMM_WORLD if comm is None else comm
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
+        check_launcher(self.size, self.library)
+        self.out, self.err = sys.stdout, sys.stderr
+        self.failure_file = None      # set once the run folder exists: see `fail`
+        seats = self.comm.allgather((socket.gethostname(), cpu_model(), sorted(os.sched_getaffinity(0))))
+        self.hosts, self.cpus = [s[0] for s in seats], [s[1] for s in seats]
+        neighbours = [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]]
+        self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
+        self._seat([seats[r][2] for r in neighbours])
+
+    def _seat(self, affinities: list[list[int]]) -> None:
+        """Give each rank of this host cores of its own where there are enough.
+
+        Left alone when the launcher already bound the ranks apart. Some launchers bind
+        several ranks to one core, and unbound ranks on a small machine chase each other.
+        """
+        apart = sum(map(len, affinities)) == len(set().union(*affinities))
+        if apart:
+            self.cores = affinities[self.local_rank]
+        else:
+            cores = sorted(set().union(*affinities))
+            if len(cores) < self.local_size:        # all were bound to too few cores: take the machine
+                cores = list(range(os.cpu_count()))
+            each = len(cores) // self.local_size
+            mine = cores[self.local_rank * each:(self.local_rank + 1) * each] if each else cores
+            try:
+                os.sched_setaffinity(0, mine)
+            except OSError:                          # a container may forbid it; then the OS schedules
+                pass
+            self.cores = sorted(os.sched_getaffinity(0))
+        # One engine thread a core of ours; set before numpy or torch start their pools.
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, str(len(self.cores)))
+
+    # -- talking and ending --------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        """Print a line once, from rank 0."""
+        if self.rank == 0:
+            print(line, file=self.out, flush=True)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Set-up only: if any rank failed, all leave together with one readable line.
+
+        Raises SystemExit(2) on every rank for a UserError, SystemExit(1) for anything else.
+        """
+        text = None if error is None else (_one_line(error), isinstance(error, UserError))
+        failed = [(r, t) for r, t in enumerate(self.comm.allgather(text)) if t is not None]
+        if not failed:
+            return
+        if error is not None and not isinstance(error, UserError):
+            traceback.print_exception(error, file=sys.stderr)   # into this rank's log once there is one
+        rank, (line, user) = failed[0]
+        where = f" (rank {rank} on {self.hosts[rank]})" if len(failed) < self.size else ""
+        if self.rank == 0:
+            print(f"essa_mpi: {line}{where}", file=self.err, flush=True)
+        raise SystemExit(2 if user else 1)
+
+    def fail(self, error: BaseException) -> None:
+        """End the whole job now, from any rank: one line, the traceback in a file, MPI_Abort."""
+        code = 2 if isinstance(error, UserError) else 1
+        line = f"essa_mpi: rank {self.rank} on {self.hosts[self.rank]}: {_one_line(error)}"
+        first = True
+        if self.failure_file is not None:
+            try:    # whoever creates the file speaks; ranks that fail together would repeat one another
+                handle = os.open(self.failure_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+                with os.fdopen(handle, "w") as f:
+                    f.write(line + "\n" + "".join(traceback.format_exception(error)))
+                if code == 1:
+                    line += f" (traceback in {self.failure_file})"
+            except FileExistsError:
+                first = False
+            except OSError:
+                pass
+        if first:
+            print(line, file=self.err, flush=True)
+        else:
+            threading.Event().wait(2.0)   # let the one who speaks end the job
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def install_hooks(self) -> None:
+        """An exception nobody caught, in any thread, ends the job instead of hanging the others."""
+        sys.excepthook = lambda kind, error, trace: self.fail(error)
+        threading.excepthook = lambda args: self.fail(args.exc_value)
+
+    # -- the collective ------------------------------------------------------------------------
+
+    def share(self, lengths: list[int]) -> list[Tile]:
+        """The tiles this rank scores; see `share`."""
+        return share(lengths, self.rank, self.size)
+
+    def exchange(self, lengths: list[int], scores: list[TileScore], digest: int,
+                 busy: Busy, stop: bool = False) -> Exchanged:
+        """THE all-gather: one a generation. Raises DigestError on every rank if digests differ.
+
+        lengths: rows of each arm, the same on every rank. scores: of this rank's tiles, in the
+        order of `share`. digest: int64 of the search state. Returns the same on every rank.
+        """
+        shares = [share(lengths, r, self.size) for r in range(self.size)]
+        most = max(map(len, shares))
+        send = np.zeros(len(HEADER) + most * TILE_WORDS, np.int64)
+        values = {"digest": digest, "stop": stop, "busy_ns": busy.total * 1e9,
+                  "place_ns": busy.place * 1e9, "generate_ns": busy.generate * 1e9,
+                  "score_ns": busy.score * 1e9, **busy.counters}
+        send[:len(HEADER)] = [int(values.get(name, 0)) for name in HEADER]
+        for i, score in enumerate(scores):
+            at = len(HEADER) + i * TILE_WORDS
+            send[at:at + TILE_WORDS] = score.words()
+        received = np.empty((self.size, send.size), np.int64)
+        began = self._mpi.Wtime()
+        self.comm.Allgather([send, self._mpi.INT64_T], [received, self._mpi.INT64_T])
+        elapsed = self._mpi.Wtime() - began
+        header = {name: received[:, i].copy() for i, name in enumerate(HEADER)}
+        self._check_digests(header["digest"])
+
+        arms = [ArmScore() for _ in lengths]
+        worst = np.inf
+        for rank, tiles in enumerate(shares):
+            for i, tile in enumerate(tiles):
+                at = len(HEADER) + i * TILE_WORDS
+                hi, lo, hi2, lo2, rows, missing, least = map(int, received[rank, at:at + TILE_WORDS])
+                arm = arms[tile.arm]
+                arm.total += (hi << 64) + _unsigned(lo)
+                arm.squares += (hi2 << 64) + _unsigned(lo2)
+                arm.rows += rows
+                arm.missing += missing
+                worst = min(worst, float(np.int64(least).view(np.float64)))
+        slowest = float(header["busy_ns"].max() - header["busy_ns"][self.rank]) / 1e9
+        wait = min(slowest, elapsed)
+        return Exchanged(arms, worst if np.isfinite(worst) else 0.0, header, send.nbytes, wait, elapsed - wait)
+
+    def _check_digests(self, digests: np.ndarray) -> None:
+        """Raise DigestError naming each digest with its ranks, hosts and CPU models if they differ."""
+        if (digests == digests[0]).all():
+            return
+        groups = []
+        for digest in dict.fromkeys(digests.tolist()):
+            ranks = np.flatnonzero(digests == digest)
+            hosts = ", ".join(sorted({self.hosts[r] for r in ranks}))
+            cpus = ", ".join(sorted({self.cpus[r] for r in ranks}))
+            groups.append(f"{_unsigned(digest):016x} on ranks {_ranges(ranks)} ({hosts}; {cpus})")
+        raise DigestError(
+            "the search state differs between ranks, so their candidates would too; stopped before its scores "
+            "were used: " + "; ".join(groups) + ". Run on equal CPUs with equal libraries, or set the same "
+            "OPENBLAS_CORETYPE (e.g. Haswell) or MKL_CBWR=COMPATIBLE and the same OMP_NUM_THREADS on every rank")
+
+
+class DigestError(Exception):
+    """The replicated search states are not equal. Raised on every rank at once."""
+
+
+def _ranges(numbers) -> str:
+    """0-3,7 for [0, 1, 2, 3, 7]."""
+    runs = []
+    for n in map(int, numbers):
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (UserError, DigestError)) else f"{type(error).__name__}: {text}"
