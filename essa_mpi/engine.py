@@ -5,7 +5,6 @@ Candidates are placed by writing their numbers into tensors the engine already h
 at a time in the base weights, from a pristine copy).
 """
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -30,25 +29,6 @@ class Completion:
     tokens: tuple[int, ...]
     cut: bool         # stopped by max_tokens
     too_long: bool    # the prompt did not fit max_model_len; nothing was generated
-
-
-def set_environment(rank: int) -> None:
-    """What vLLM reads from the environment at import; call before anything imports it.
-
-    In-process engine: no child to orphan when the rank is killed, a deterministic scheduler.
-    Values the user has set win, except for that.
-    """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-                "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # Engines on one node race for ports and compile caches: a wide stride, a folder a rank.
-                "VLLM_PORT": str(20000 + 97 * (rank % 400))}
-    for name, folder in (("VLLM_CACHE_ROOT", "vllm"), ("TRITON_CACHE_DIR", "triton"),
-                         ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-        root = os.environ.get("TMPDIR", "/tmp")
-        defaults[name] = f"{root}/essa_mpi-{os.getuid()}/rank{rank}/{folder}"
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 def on_cpu() -> bool:

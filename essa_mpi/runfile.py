@@ -159,9 +159,9 @@ class RunFolder:
     def open(cls, path) -> "RunFolder":
         """The existing run folder `path`. Raises UserError if it is none."""
         folder = cls(path)
-        if not folder.path.is_dir():
-            raise UserError(f"{path} is not a run folder: there is no such folder")
-        if not folder.config.is_file():
+        with _refusals(f"run folder {path}", "opened"):
+            names = os.listdir(path)
+        if "config.toml" not in names:
             raise UserError(f"{path} is not a run folder: it has no config.toml")
         return folder
 
@@ -171,6 +171,7 @@ class RunFolder:
 # "user block"), hold a SHA-256 of all the others: one file, one rename, no sidecar.
 
 _BLOCK = 512
+_MARK = "essa_mpi sha256 "
 
 
 class _Damaged(Exception):
@@ -178,10 +179,10 @@ class _Damaged(Exception):
 
 
 def _seal(body) -> bytes:
-    return b"essa_mpi sha256 %s".ljust(_BLOCK, b"\n") % hashlib.sha256(body).hexdigest().encode()
+    return f"{_MARK}{hashlib.sha256(body).hexdigest()}".encode().ljust(_BLOCK, b"\n")
 
 
-def _h5_bytes(groups, attributes) -> bytearray:
+def _h5_image(groups, attributes) -> memoryview:
     image = io.BytesIO()
     with h5py.File(image, "w", userblock_size=_BLOCK) as file:
         for group, arrays in groups.items():
@@ -190,7 +191,9 @@ def _h5_bytes(groups, attributes) -> bytearray:
                 # HDF5 checksums chunks, and a scalar or an empty dataset has none.
                 parent.create_dataset(name, data=array, fletcher32=array.ndim > 0 and array.size > 0)
         file.attrs.update(attributes)
-    return bytearray(image.getbuffer())
+    data = image.getbuffer()
+    data[:_BLOCK] = _seal(data[_BLOCK:])
+    return data
 
 
 def _arrays(group) -> dict:
@@ -211,10 +214,10 @@ def _same_bits(a, b):
 def _open_h5(path) -> h5py.File:
     """A sealed HDF5 file, read into memory. Raises _Damaged, also when it cannot be read at all."""
     try:
-        data = memoryview(Path(path).read_bytes())
-        if not data[:_BLOCK].tobytes().startswith(b"essa_mpi sha256 "):
+        data = Path(path).read_bytes()
+        if not data.startswith(_MARK.encode()):
             raise _Damaged(f"has no checksum in its first bytes ({len(data)} bytes)")
-        if data[:_BLOCK] != _seal(data[_BLOCK:]):
+        if data[:_BLOCK] != _seal(memoryview(data)[_BLOCK:]):
             raise _Damaged(f"does not match its checksum ({len(data)} bytes)")
         return h5py.File(io.BytesIO(data), "r")
     except OSError as error:
@@ -231,8 +234,7 @@ def _refuse_newer(path, file):
 def _write_h5(path, groups, attributes) -> int:
     """Write {group: {name: array}} and attributes to a sealed HDF5 file, atomically; its size in bytes."""
     groups = {group: {name: np.asarray(array) for name, array in arrays.items()} for group, arrays in groups.items()}
-    data = _h5_bytes(groups, {**attributes, "schema": SCHEMA})
-    data[:_BLOCK] = _seal(memoryview(data)[_BLOCK:])
+    data = _h5_image(groups, {**attributes, "schema": SCHEMA})
 
     def verify(temp):
         try:
@@ -262,7 +264,10 @@ class Checkpoint:
 def _checkpoint_files(folder) -> dict:
     """{path: generation}, the newest first."""
     with _refusals(folder.checkpoints, "read"):
-        names = os.listdir(folder.checkpoints) if folder.checkpoints.exists() else []
+        try:
+            names = os.listdir(folder.checkpoints)
+        except FileNotFoundError:
+            names = []
     found = {folder.checkpoints / name: int(match[1])
              for name in names if (match := re.fullmatch(r"generation_(\d+)\.h5", name))}
     return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
@@ -305,7 +310,7 @@ def _prune(folder, generation, keep):
     Damaged ones do not count and go: a resume has already passed them by. An
     intact newer one is left alone, whoever wrote it.
     """
-    kept, gone = 0, list(folder.checkpoints.glob("generation_*.h5.tmp"))
+    kept, gone = 0, []
     for path, number in _checkpoint_files(folder).items():
         if (number > generation or kept < keep) and _is_intact(folder, path, number):
             kept += number <= generation
@@ -381,7 +386,8 @@ def _git_revision():
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / ".git").exists():  # an installed package may lie within somebody else's repository
         return None
-    command = ["git", "--no-optional-locks", "-C", checkout, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", checkout,
+               "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -472,7 +478,7 @@ class History:
         float64). Raises ValueError otherwise, and then adds nothing.
         """
         if generation != len(self):
-            raise ValueError(f"history: generation {generation} after {len(self)} records: needs generation {len(self)}")
+            raise ValueError(f"history: generation {generation}: needs generation {len(self)}, the next one")
         values["generation"] = generation
         if different := values.keys() ^ self.schema.keys():
             raise ValueError(f"history: fields missing or unknown: {sorted(different)}")
@@ -480,7 +486,8 @@ class History:
         for name, (shape, dtype) in self.schema.items():
             value = np.asarray(values[name])
             if value.shape != shape or not np.can_cast(value.dtype, dtype, "safe"):
-                raise ValueError(f"history: {name} is {value.dtype} of shape {value.shape}, needs {dtype} of shape {shape}")
+                raise ValueError(f"history: {name} is {value.dtype} of shape {value.shape}, "
+                                 f"needs {dtype} of shape {shape}")
             record[name] = value.astype(dtype)  # a copy: the caller may reuse its buffer
         for name, value in record.items():
             self._rows[name].append(value)
@@ -539,6 +546,7 @@ class JsonLines:
             self._file = open(self.path, "ab+", buffering=0)
             self._size = _end_of_lines(self._file)
             self._file.truncate(self._size)
+            _fsync_folder(self.path.parent)  # or a power cut could take a new log's name, but not its checkpoint's
 
     def append(self, record: dict):
         """Add a line. numpy values are unpacked; a number that is not finite becomes null."""
@@ -565,7 +573,7 @@ class JsonLines:
         """Cut the log back to the `offset` a checkpoint stored. Raises UserError if that is not its own."""
         with _refusals(self.path, "cut"):
             ended = offset == 0 or os.pread(self._file.fileno(), 1, offset - 1) == b"\n"
-            if offset > self._size or not ended:
+            if not ended:
                 raise UserError(f"{self.path} does not go with the checkpoint: it has {self._size} bytes, and no line "
                                 f"ends at byte {offset}; put the file back or start again without --resume")
             self._file.truncate(offset)

@@ -16,16 +16,18 @@ LAPACK: its bits are the same where library, threads and CPU type are the same.
 import decimal
 import hashlib
 import math
+import numbers
 import operator
 
 import numpy as np
 
 from essa_mpi import perturbation
 
-# Guards. None is met in a healthy run; all are functions of the state alone.
-CONDITION_MAX = 1e14        # eigenvalues of C are kept above the largest / this
-SIGMA_RANGE = 1e16          # sigma stays within sigma_0 / this and sigma_0 x this
-LOG_SIGMA_STEP_MAX = 1.0    # sigma grows at most e-fold a generation (exp(min(1, .)), as Hansen's own codes do)
+# Guards. Healthy runs seldom meet them; all are functions of the state alone.
+CONDITION_MAX = 1e14      # eigenvalues of C are kept above the largest / this
+SCALE_RANGE = 1e16        # the largest deviation stays within sigma_0 / this and sigma_0 x this
+SIGMA_BITS = 64           # sigma stays within sigma_0 2^-64 and sigma_0 2^64; C takes the rest, exactly
+LOG_SIGMA_STEP_MAX = 1.0  # sigma grows at most e-fold a generation
 
 _DECIMAL = decimal.Context(prec=40)
 
@@ -50,7 +52,8 @@ class Search:
     """What every kind of CMA-ES shares: sampling, mean, step size, paths, state.
 
     A kind says what C is: `_transform` (z to y), `_isotropic` (C^(-1/2) y_w),
-    `_learn` (the update of C) and its own arrays of the state.
+    `_learn` (the update of C), `_decompose`, `_variances` (C's diagonal) and its
+    own arrays of the state.
     """
 
     options = ()  # keyword arguments of the kind beyond the common four
@@ -60,12 +63,9 @@ class Search:
         self.dimension = n = _integer("dimension", dimension, 1)
         self.population = _integer("population", population, 2)
         self.seed = _integer("seed", seed, 0, 2**64 - 1)
-        try:
-            self._sigma_0 = float(sigma)
-        except (TypeError, ValueError):
-            self._sigma_0 = math.nan
-        if not 0.0 < self._sigma_0 < math.inf:
+        if not isinstance(sigma, numbers.Real) or not 0.0 < sigma < math.inf:
             raise ValueError(f"sigma = {sigma!r}; allowed: a finite number > 0")
+        self._sigma_0 = float(sigma)
 
         # Table 1 of the tutorial. w'_i = ln((lambda + 1)/2) - ln i; the mu positive ones, scaled to sum to 1.
         self.mu = self.population // 2
@@ -101,13 +101,18 @@ class Search:
         """The step size, float."""
         return self._sigma
 
+    @property
+    def deviations(self):
+        """Standard deviation of each coordinate, float64 (D,): sigma alone says little once C has learnt."""
+        return self._sigma * np.sqrt(self._variances())
+
     def ask(self, generation):
         """All candidates of a generation, float64 (population, D), a copy.
 
         A pure function of the state, the seed and the generation: asking twice
         gives the same bits. Raises ValueError unless generation is the next one.
         """
-        return self._population(generation).copy()
+        return self._candidates(generation).copy()
 
     def candidate(self, generation, k):
         """Candidate k, float64 (D,), a copy: the bits of ask(generation)[k].
@@ -116,7 +121,7 @@ class Search:
         product may round otherwise than the same row of a matrix-matrix one.
         Raises ValueError unless generation is the next one and 0 <= k < population.
         """
-        return self._population(generation)[_integer("candidate", k, 0, self.population - 1)].copy()
+        return self._candidates(generation)[_integer("candidate", k, 0, self.population - 1)].copy()
 
     def tell(self, generation, fitness):
         """Learn from a generation's fitness.
@@ -140,11 +145,10 @@ class Search:
         self._p_sigma = (1 - c_sigma) * self._p_sigma + step * self._isotropic(z_w)  # (43)
         length = math.sqrt(math.fsum(self._p_sigma**2))  # fsum: the exact sum, so no order to agree on
         log_step = c_sigma / self.d_sigma * (length / self.chi_n - 1)
-        sigma = self._sigma * _exp(min(LOG_SIGMA_STEP_MAX, log_step))  # (44)
-        self._sigma = min(max(sigma, self._sigma_0 / SIGMA_RANGE), self._sigma_0 * SIGMA_RANGE)
+        self._sigma = self._sigma * _exp(min(LOG_SIGMA_STEP_MAX, log_step))  # (44)
 
         # Covariance matrix adaptation. h_sigma (tutorial, appendix A) stalls the path while sigma grows fast.
-        start = 1 - _power(1 - c_sigma, 2 * (generation + 1))
+        start = 1 - _power(1 - c_sigma, 2 * (self._generation + 1))
         h_sigma = 1.0 if length / math.sqrt(start) < (1.4 + 2 / (self.dimension + 1)) * self.chi_n else 0.0
         self._p_c = (1 - c_c) * self._p_c + h_sigma * math.sqrt(c_c * (2 - c_c) * self.mu_eff) * y_w  # (45)
         delta = (1 - h_sigma) * c_c * (2 - c_c)
@@ -153,6 +157,7 @@ class Search:
         self._generation += 1
         self._asked = None
         self._decompose()
+        self._guard()
 
     def state(self):
         """Everything needed to go on with identical bits: a dict of float64 and int64 arrays, copies.
@@ -193,7 +198,7 @@ class Search:
         for key, array in sorted(self._arrays().items()):
             array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
             digest.update(f"{key} {array.dtype.str} {array.shape} ".encode())
-            digest.update(array.tobytes())
+            digest.update(array.data)
         return int.from_bytes(digest.digest(), "little", signed=True)
 
     # What follows is for this file alone.
@@ -206,10 +211,30 @@ class Search:
         Z = perturbation.population_normals(self.seed, generation, range(self.population), self.dimension)
         return Z, self._transform(Z)
 
-    def _population(self, generation):
+    def _candidates(self, generation):
         if self._asked is None or generation != self._generation:
             self._asked = self._mean + self._sigma * self._sample(generation)[1]  # (40)
         return self._asked
+
+    def _guard(self):
+        """Bound the deviations, then sigma.
+
+        Only sigma^2 C means something, and on curved valleys sigma grows without
+        end while C shrinks. So a power of two goes from sigma to C: it changes
+        no bit of any candidate, and neither can overflow.
+        """
+        scale = self._sigma * math.sqrt(self._variances().max())
+        bounded = min(max(scale, self._sigma_0 / SCALE_RANGE), self._sigma_0 * SCALE_RANGE)
+        if bounded != scale:
+            self._sigma *= bounded / scale
+        shift = math.frexp(self._sigma / self._sigma_0)[1]
+        if abs(shift) > SIGMA_BITS:
+            self._sigma = math.ldexp(self._sigma, -shift)
+            self._rescale(shift)
+
+    def _rescale(self, shift):
+        self._p_c = np.ldexp(self._p_c, shift)
+        self._C = np.ldexp(self._C, 2 * shift)
 
     def _arguments(self):
         return {
@@ -276,6 +301,13 @@ class CMA(Search):
             self._C, self._B, self._d = eigen(self._C)
             self._eigen_generation = self._generation
 
+    def _variances(self):
+        return self._C.diagonal()
+
+    def _rescale(self, shift):
+        super()._rescale(shift)
+        self._d = np.ldexp(self._d, shift)
+
     def _arguments(self):
         return {**super()._arguments(), "eigen_every": np.array(self.eigen_every, dtype=np.int64)}
 
@@ -321,6 +353,9 @@ class SeparableCMA(Search):
 
     def _decompose(self):
         self._C = np.maximum(self._C, self._C.max() / CONDITION_MAX)
+
+    def _variances(self):
+        return self._C
 
 
 KINDS = {"cma": CMA, "sep": SeparableCMA}

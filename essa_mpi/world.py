@@ -7,8 +7,6 @@ padded to the largest share. Its size depends on neither the model nor the rewar
 """
 
 import os
-import platform
-import socket
 import sys
 import threading
 import traceback
@@ -24,14 +22,6 @@ from .config import UserError
 # rounded once, before any sum. |reward| <= 2^20 is checked where rewards are made, so that
 # the squares of four million rows fit too.
 FRACTION_BITS = 64
-
-# Environment variables by which launchers announce their size and rank.
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
-    ("PMIX_SIZE", "PMIX_RANK"),
-    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-)
 
 HEADER = ("digest", "stop", "busy_ns", "place_ns", "generate_ns", "score_ns",
           "completions", "tokens", "cut", "empty", "too_long")
@@ -161,86 +151,20 @@ def share(lengths: list[int], rank: int, size: int) -> list[Tile]:
     return tiles
 
 
-def check_launcher(size: int, library: str, environment=os.environ) -> None:
-    """Raise UserError if the launcher announces more processes than COMM_WORLD has.
-
-    That is mpi4py linked to another MPI than mpirun: every process believes it is alone.
-    """
-    announced = [(name, environment[name]) for name, _ in _LAUNCHERS if name in environment]
-    if not announced and "SLURM_STEP_ID" in environment:
-        announced = [(n, environment[n]) for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in environment][:1]
-    for name, value in announced:
-        if value.isdigit() and int(value) > size:
-            raise UserError(
-                f"the launcher started {value} processes ({name}) but mpi4py sees {size}: it loaded another MPI "
-                f"than mpirun's ({library}). Rebuild it with the MPI you run with: "
-                f"MPICC='mpicc -shared' python -m pip install --force-reinstall --no-cache-dir "
-                f"--no-binary=mpi4py mpi4py")
-
-
-def launcher_rank(environment=os.environ) -> int:
-    """The rank the launcher gave this process, 0 if it gave none: who prints when MPI does not work."""
-    for name in [rank for _, rank in _LAUNCHERS] + ["SLURM_PROCID"]:
-        if environment.get(name, "").isdigit():
-            return int(environment[name])
-    return 0
-
-
-def cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 class World:
     """The ranks of a run. `comm` is an mpi4py communicator; only the main thread may use it.
 
-    Attributes: rank, size; local_rank, local_size (on this host); hosts, cpus ((size,) names).
+    Attributes: rank, size; hosts, cpus: each rank's host and CPU model, (size,) names.
     """
 
-    def __init__(self, comm=None):
-        """Raises UserError if the launcher started more processes than MPI sees."""
-        import mpi4py
-        mpi4py.rc.thread_level = "funneled"
-        from mpi4py import MPI
-        self._mpi = MPI
-        self.comm = MPI.COMM_WORLD if comm is None else comm
+    def __init__(self, seat, comm=None):
+        """seat: where the ranks sit (`seat.take`). comm: COMM_WORLD unless a test gives another."""
+        self._mpi = seat.mpi
+        self.comm = seat.mpi.COMM_WORLD if comm is None else comm
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
-        check_launcher(self.size, self.library)
+        self.hosts, self.cpus = seat.hosts, seat.cpus
         self.out, self.err = sys.stdout, sys.stderr
         self.failure_file = None      # set once the run folder exists: see `fail`
-        seats = self.comm.allgather((socket.gethostname(), cpu_model(), sorted(os.sched_getaffinity(0))))
-        self.hosts, self.cpus = [s[0] for s in seats], [s[1] for s in seats]
-        neighbours = [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]]
-        self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
-        self._seat([seats[r][2] for r in neighbours])
-
-    def _seat(self, affinities: list[list[int]]) -> None:
-        """Give each rank of this host cores of its own where there are enough.
-
-        Left alone when the launcher already bound the ranks apart. Some launchers bind
-        several ranks to one core, and unbound ranks on a small machine chase each other.
-        """
-        apart = sum(map(len, affinities)) == len(set().union(*affinities))
-        if apart:
-            self.cores = affinities[self.local_rank]
-        else:
-            cores = sorted(set().union(*affinities))
-            if len(cores) < self.local_size:        # all were bound to too few cores: take the machine
-                cores = list(range(os.cpu_count()))
-            each = len(cores) // self.local_size
-            mine = cores[self.local_rank * each:(self.local_rank + 1) * each] if each else cores
-            try:
-                os.sched_setaffinity(0, mine)
-            except OSError:                          # a container may forbid it; then the OS schedules
-                pass
-            self.cores = sorted(os.sched_getaffinity(0))
-        # One engine thread a core of ours; set before numpy or torch start their pools.
-        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ.setdefault(name, str(len(self.cores)))
 
     # -- talking and ending --------------------------------------------------------------------
 
@@ -294,6 +218,15 @@ class World:
         """An exception nobody caught, in any thread, ends the job instead of hanging the others."""
         sys.excepthook = lambda kind, error, trace: self.fail(error)
         threading.excepthook = lambda args: self.fail(args.exc_value)
+
+    def agree_equal(self, **things: str) -> None:
+        """Set-up only: raise UserError on every rank if a thing (a hash, a text) is not the same on all."""
+        seen = self.comm.allgather(things)
+        for name, mine in things.items():
+            differ = [r for r in range(self.size) if seen[r][name] != seen[0][name]]
+            if differ:
+                raise UserError(f"{name} differs between rank 0 on {self.hosts[0]} and ranks {_ranges(differ)} (first on "
+                                f"{self.hosts[differ[0]]}); give every node the same files, libraries and settings")
 
     # -- the collective ------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ import torch
 MAX_RANK = 32         # the paper's grid ends here; larger ranks run on the reference
 SLOT_VALUES = 2048    # rows x columns of one slot that a program of write_slots makes at a time
 SLOT_GROUP = 16       # candidates that it makes from the rows of U_B it holds
-MERGE_ROWS = 32       # tile of merged_apply
-MERGE_COLUMNS = 256
+MERGE_ROWS = 64       # tile of merged_apply
+MERGE_COLUMNS = 128
 LEFT_ROWS = 256       # tile of its first step, U_B C
 
 
-def slot_width(rank, row_length, itemsize=2):
+def slot_width(rank, row_length):
     """Columns of a slot row that write_slots writes: the rank, rounded up to whole 8-column chunks.
 
     8 columns are one 16-byte store in 16-bit types, two in float32. Columns beyond the rank get

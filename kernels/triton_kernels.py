@@ -139,23 +139,32 @@ def write_slots(slots, table, tiles, u_t, m, s_a, s_b, d_a, d_b, slot_ids, vecto
 # ------------------------------------------------------------------------------- shared basis
 
 @triton.jit
+def _core_step(h, cores, token, piece, candidate, chosen, h_stride_t, h_stride_s,
+               SLICES: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """h[token, piece] cores[candidate, piece], (tokens, RANK_BLOCK) float32, zero where not chosen."""
+    j = tl.arange(0, RANK_BLOCK)[None, :]
+    core = cores + (candidate * SLICES + piece)[:, None] * (RANK * RANK) + j
+    known = chosen[:, None] & (j < RANK)
+    total = tl.zeros((token.shape[0], RANK_BLOCK), tl.float32)
+    for i in tl.static_range(RANK):
+        h_i = tl.load(h + token * h_stride_t + piece * h_stride_s + i, mask=chosen, other=0.0)
+        total += h_i.to(tl.float32)[:, None] * tl.load(core + i * RANK, mask=known, other=0.0)
+    return total
+
+
+@triton.jit
 def core_step_kernel(h, cores, idx, g, tokens, candidates, h_stride_t, h_stride_s,
-                     SLICES: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+                     SLICES: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """g[t, s] = h[t, s] cores[idx[t], s]: one program is BLOCK tokens of one slice."""
     piece = tl.program_id(1)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = token < tokens
     candidate = tl.load(idx + token, mask=inside, other=-1).to(tl.int64)
     chosen = inside & (candidate >= 0) & (candidate < candidates)
-    j = tl.arange(0, COLUMNS)
-    core = cores + (candidate * SLICES + piece)[:, None] * (RANK * RANK) + j[None, :]
-    total = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    for i in range(RANK):
-        h_i = tl.load(h + token.to(tl.int64) * h_stride_t + piece * h_stride_s + i, mask=chosen, other=0.0)
-        c_i = tl.load(core + i * RANK, mask=chosen[:, None] & (j < RANK)[None, :], other=0.0)
-        total += h_i.to(tl.float32)[:, None] * c_i
-    at = (token.to(tl.int64) * SLICES + piece)[:, None] * RANK + j[None, :]
-    tl.store(g + at, total, mask=inside[:, None] & (j < RANK)[None, :])
+    total = _core_step(h, cores, token, piece, candidate, chosen, h_stride_t, h_stride_s, SLICES, RANK, RANK_BLOCK)
+    j = tl.arange(0, RANK_BLOCK)[None, :]
+    at = g + (token * SLICES + piece)[:, None] * RANK + j
+    tl.store(at, total, mask=inside[:, None] & (j < RANK))
 
 
 def core_step(h, cores, idx):
@@ -164,7 +173,7 @@ def core_step(h, cores, idx):
     if tokens:
         core_step_kernel[(triton.cdiv(tokens, 32), slices)](
             h, cores, idx, g, tokens, cores.shape[0], h.stride(0), h.stride(1),
-            SLICES=slices, RANK=rank, COLUMNS=triton.next_power_of_2(rank), BLOCK=32,
+            SLICES=slices, RANK=rank, RANK_BLOCK=triton.next_power_of_2(rank), BLOCK=32,
             num_warps=4, enable_fp_fusion=True)
     return g
 
@@ -174,7 +183,7 @@ def expand_kernel(out, h, cores, idx, u_t, tokens, candidates, out_stride, h_str
                   rows_0, rows_1, rows_2,
                   SLICES: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, CORE: tl.constexpr,
                   TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, U_DTYPE: tl.constexpr,
-                  VECTOR: tl.constexpr):
+                  UNIT: tl.constexpr):
     """out[t, slice s] += (h[t, s] core) U_B^T. CORE 0: core = 1, h is g already.
 
     One program: TOKENS tokens x COLUMNS outputs of one slice. A token's sum runs over the rank in
@@ -182,41 +191,36 @@ def expand_kernel(out, h, cores, idx, u_t, tokens, candidates, out_stride, h_str
     """
     # Tiles never straddle slices: q's tiles first, then k's, then v's.
     tile = tl.program_id(1)
-    tiles_0 = tl.cdiv(rows_0, COLUMNS)
-    tiles_1 = tl.cdiv(rows_1, COLUMNS)
+    tiles_0 = tl.cdiv(rows_0 * UNIT, COLUMNS)
+    tiles_1 = tl.cdiv(rows_1 * UNIT, COLUMNS)
     piece = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_0 + tiles_1).to(tl.int32)
     start = tl.where(piece == 0, 0, tl.where(piece == 1, rows_0, rows_0 + rows_1))
     length = tl.where(piece == 0, rows_0, tl.where(piece == 1, rows_1, rows_2))
     local = tile - tl.where(piece == 0, 0, tl.where(piece == 1, tiles_0, tiles_0 + tiles_1))
-    m = rows_0 + rows_1 + rows_2
-    if VECTOR:
-        start = tl.multiple_of(start, 8)
-        length = tl.multiple_of(length, 8)
-        out_stride = tl.multiple_of(out_stride, 8)
-        m = tl.multiple_of(m, 8)
+    # Multiplying by UNIT (8, or 1 where the sizes are odd) tells the compiler what it may vectorise.
+    start *= UNIT
+    length *= UNIT
+    m = (rows_0 + rows_1 + rows_2) * UNIT
     column = local * COLUMNS + tl.arange(0, COLUMNS)
     column_inside = column < length
 
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     token = token.to(tl.int64)
-    i = tl.arange(0, RANK_BLOCK)
     if CORE:
         candidate = tl.load(idx + token, mask=inside, other=-1).to(tl.int64)
         inside = inside & (candidate >= 0) & (candidate < candidates)
-        known = inside[:, None] & (i < RANK)[None, :]
-        h_tile = tl.load(h + token[:, None] * h_stride_t + piece * h_stride_s + i[None, :],
-                         mask=known, other=0.0).to(tl.float32)
-        core = cores + (candidate * SLICES + piece)[:, None] * (RANK * RANK) + i[None, :] * RANK
+        g = _core_step(h, cores, token, piece, candidate, inside, h_stride_t, h_stride_s, SLICES, RANK, RANK_BLOCK)
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for j in range(RANK):
+    for j in tl.static_range(RANK):
         if CORE:
-            g_j = tl.sum(h_tile * tl.load(core + j, mask=known, other=0.0), axis=1)
+            # Column j of g: a sum with zeros, which is exact.
+            g_j = tl.sum(tl.where(tl.arange(0, RANK_BLOCK)[None, :] == j, g, 0.0), axis=1)
         else:
             g_j = tl.load(h + token * h_stride_t + piece * h_stride_s + j, mask=inside, other=0.0).to(tl.float32)
         u_j = _load(u_t + j * m + start + column, column_inside, U_DTYPE)
         total += g_j[:, None] * u_j[None, :]
-    at = out + token[:, None] * out_stride + (start + column)[None, :]
+    at = out + token[:, None] * (out_stride * UNIT) + (start + column)[None, :]
     keep = inside[:, None] & column_inside[None, :]
     _store(at, _load(at, keep, DTYPE) + total, keep, DTYPE)
 
@@ -225,17 +229,16 @@ def _expand(out, h, cores, idx, u_t, rows):
     tokens, slices, rank = h.shape
     if not tokens:
         return
-    vector = (out.data_ptr() % 16 == 0 and u_t.data_ptr() % 16 == 0 and out.stride(0) % 8 == 0
-              and all(r % 8 == 0 for r in rows))
-    block_tokens, block_columns = 16, 128
-    padded = list(rows) + [0] * (3 - len(rows))
+    unit = 8 if out.stride(0) % 8 == 0 and all(r % 8 == 0 for r in rows) else 1
+    block_tokens, block_columns = 16, 64
+    padded = [r // unit for r in rows] + [0] * (3 - len(rows))
     grid = (triton.cdiv(tokens, block_tokens), sum(triton.cdiv(r, block_columns) for r in rows))
     expand_kernel[grid](
         _raw(out), h, h if cores is None else cores, h if idx is None else idx, _raw(u_t), tokens,
-        0 if cores is None else cores.shape[0], out.stride(0), h.stride(0), h.stride(1), *padded,
+        0 if cores is None else cores.shape[0], out.stride(0) // unit, h.stride(0), h.stride(1), *padded,
         SLICES=slices, RANK=rank, RANK_BLOCK=triton.next_power_of_2(rank), CORE=cores is not None,
         TOKENS=block_tokens, COLUMNS=block_columns, DTYPE=DTYPES[out.dtype], U_DTYPE=DTYPES[u_t.dtype],
-        VECTOR=vector, num_warps=4, enable_fp_fusion=True)
+        UNIT=unit, num_warps=4, enable_fp_fusion=True)
 
 
 def _raw(tensor):
@@ -295,7 +298,6 @@ def merged_kernel(tiles, table, left, v_t, total_rows, total_columns, seed_low, 
     tile = tl.program_id(0)
     target = tl.load(tiles + 3 * tile)
     entry = table + target * 8
-    row = tl.load(tiles + 3 * tile + 1) + tl.arange(0, ROWS)
     column_0 = tl.load(tiles + 3 * tile + 2)
     stride = tl.load(entry + 2)
     pristine_stride = tl.load(entry + 3)
@@ -308,24 +310,25 @@ def merged_kernel(tiles, table, left, v_t, total_rows, total_columns, seed_low, 
         columns = tl.multiple_of(columns, 8)
         first_column = tl.multiple_of(first_column, 8)
         total_columns = tl.multiple_of(total_columns, 8)
-    column = column_0 + tl.arange(0, COLUMNS)
+    row = (tl.load(tiles + 3 * tile + 1) + tl.arange(0, ROWS))[:, None]
+    column = (column_0 + tl.arange(0, COLUMNS))[None, :]
     row_inside = row < tl.load(entry + 4)
     column_inside = column < columns
-    inside = row_inside[:, None] & column_inside[None, :]
-    weight = _pointer(tl.load(entry), DTYPE, VECTOR) + row[:, None] * stride + column[None, :]
-    pristine = _pointer(tl.load(entry + 1), DTYPE, VECTOR) + row[:, None] * pristine_stride + column[None, :]
+    inside = row_inside & column_inside
+    weight = _pointer(tl.load(entry), DTYPE, VECTOR) + row * stride + column
+    pristine = _pointer(tl.load(entry + 1), DTYPE, VECTOR) + row * pristine_stride + column
 
     w = _load(pristine, inside, DTYPE)
     first_row = tl.load(entry + 6)
     update = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for j in range(RANK):
+    for j in tl.static_range(RANK):
         left_j = tl.load(left + j * total_rows + first_row + row, mask=row_inside, other=0.0)
         v_j = tl.load(v_t + j * total_columns + first_column + column, mask=column_inside, other=0.0)
-        update += left_j[:, None] * v_j[None, :]
+        update += left_j * v_j
     w += update
     if STOCHASTIC:
-        block = column_0 // 8 + tl.arange(0, COLUMNS // 8)
-        noise = _noise(row[:, None], block[None, :], target, seed_low, seed_high)
+        block = (column_0 // 8 + tl.arange(0, COLUMNS // 8))[None, :]
+        noise = _noise(row, block, target, seed_low, seed_high)
         tl.store(weight, _bf16_bits_stochastic(w, noise), mask=inside)
     else:
         _store(weight, w, inside, DTYPE)
@@ -341,7 +344,7 @@ def merged_apply(weights, pristine, table, row_tiles, tiles, u_t, v_t, cores, st
     merged_kernel[(tiles.shape[0],)](
         tiles, table, left, v_t, u_t.shape[1], v_t.shape[1], _word(seed), _word(seed >> 32),
         RANK=rank, ROWS=layout.MERGE_ROWS, COLUMNS=layout.MERGE_COLUMNS, DTYPE=DTYPES[weights[0].dtype],
-        VECTOR=vector, STOCHASTIC=stochastic, num_warps=4, enable_fp_fusion=True)
+        VECTOR=vector, STOCHASTIC=stochastic, num_warps=8, enable_fp_fusion=True)
 
 
 def _word(value):

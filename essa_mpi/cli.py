@@ -1,0 +1,142 @@
+"""Words on the command line to calls. Imports nothing heavy before a command is known: --help is instant."""
+
+import argparse
+import os
+import sys
+
+from . import __version__
+from .config import UserError
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m essa_mpi", description="Evolve a LoRA adapter's singular values with CMA-ES and vLLM under MPI.",
+        epilog="Under MPI: mpirun -n 4 python -m essa_mpi run config.toml")
+    p.add_argument("--version", action="version", version=f"essa_mpi {__version__}")
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name, text, *, config=False):
+        sub = commands.add_parser(name, help=text, description=text)
+        if config:
+            sub.add_argument("config", metavar="CONFIG", help="a TOML file")
+            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                             help="override a key; VALUE is TOML, a bare word is a string; repeatable")
+        return sub
+
+    command("sft", "the supervised warm start: trains the adapter the config names", config=True)
+    run = command("run", "evolve the adapter; under mpirun, on all ranks", config=True)
+    run.add_argument("--resume", action="store_true", help="continue runs/<name> from its newest checkpoint")
+    for name, text in (("eval", "score base, warm start and a run's result on the held-out rows"),
+                       ("export", "write a run's result as a peft adapter, or merged into the model"),
+                       ("show", "a run in words")):
+        sub = command(name, text)
+        sub.add_argument("run", metavar="RUN", help="a run folder, runs/<name>")
+        if name != "show":
+            sub.add_argument("--adapter", metavar="DIR", help="this peft adapter instead of the run's result")
+        if name == "eval":
+            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                             help="override a key of the run's config for this evaluation; repeatable")
+            sub.add_argument("--json", metavar="FILE", help="write the scores here too")
+        if name == "export":
+            sub.add_argument("--out", metavar="DIR", required=True, help="the folder to write; must not exist")
+            sub.add_argument("--merged", action="store_true", help="the whole model, adapter merged in")
+    doctor = command("doctor", "what is installed, which MPI and GPUs, what would be bound where")
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help="check this config's run too")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command. Exits 2 with one line for what the user can mend, 1 for a failure."""
+    args = parser().parse_args(arguments)
+    # Relative imports of rewards and tasks are from where the user stands, also under a console script.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        {"sft": _sft, "run": _run, "eval": _eval, "export": _export, "show": _show, "doctor": _doctor}[args.command](args)
+    except UserError as error:
+        from .seat import launcher_rank
+        if launcher_rank() == 0:     # before MPI is up every process fails alike: one speaks
+            print(f"essa_mpi: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:          # `show RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(0) from None
+
+
+def _world(load_settings):
+    """(World, Config): the ranks seated, the config read on each. Before numpy and torch are imported.
+
+    Collective: a rank whose config cannot be read, or whose GPUs do not add up, takes the others with it.
+    """
+    from . import seat
+    place = seat.take()
+    from .engine_environment import set_environment
+    set_environment(place.mpi.COMM_WORLD.Get_rank())
+    settings = error = None
+    try:
+        settings = load_settings()
+        seat.take_gpus(place, settings.tensor_parallel)
+    except Exception as e:
+        error = e
+    from .world import World
+    world = World(place)
+    world.agree(error)
+    return world, settings
+
+
+def _guarded(world, work) -> None:
+    """Do `work`; whatever it raises ends the job on all ranks."""
+    try:
+        work()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        world.fail(error)
+
+
+def _run(args) -> None:
+    from . import config
+    world, settings = _world(lambda: config.load(args.config, args.overrides))
+    from .run import run
+    _guarded(world, lambda: run(world, settings, args.resume))
+
+
+def _sft(args) -> None:
+    from . import config
+    settings = config.load(args.config, args.overrides)
+    from .engine_environment import set_environment
+    set_environment(0)
+    from .sft import warm_start
+    warm_start(settings)
+
+
+def _eval(args) -> None:
+    from . import config
+    world, settings = _world(lambda: config.load(_run_config(args.run), args.overrides))
+    from .results import evaluate_run
+    _guarded(world, lambda: evaluate_run(world, settings, args.run, args.adapter, args.json))
+
+
+def _export(args) -> None:
+    from . import config
+    settings = config.load(_run_config(args.run))
+    from .results import export
+    print(export(settings, args.run, args.adapter, args.out, args.merged))
+
+
+def _show(args) -> None:
+    from .report import show
+    print(show(args.run))
+
+
+def _doctor(args) -> None:
+    from .doctor import doctor
+    raise SystemExit(doctor(args.config))
+
+
+def _run_config(run: str) -> str:
+    from pathlib import Path
+    path = Path(run) / "config.toml"
+    if not path.is_file():
+        raise UserError(f"{run} is not a run folder: it has no config.toml; give runs/<name>")
+    return str(path)

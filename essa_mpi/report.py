@@ -1,0 +1,95 @@
+"""A run in words and numbers: summary.json, the closing table, `show`."""
+
+import json
+
+import numpy as np
+
+from . import config as configuration
+from .runfile import RunFolder, load_checkpoint, read_history
+
+PHASES = ("generate", "place", "score", "wait", "allgather", "update", "checkpoint")
+
+
+def summarise(config, ranks: int, dimension: int, history: dict, heldout) -> dict:
+    """What summary.json holds. history: `History.arrays()`; heldout: an Evaluation or None.
+
+    Seconds are sums over the generations; generate, place, score and wait are means over the ranks.
+    """
+    seconds = {phase: float(history[f"times/{phase}"].sum()) for phase in PHASES}
+    total = history["times/seconds"]
+    summary = {
+        "name": config.name, "model": config.model, "ranks": ranks, "dimension": dimension,
+        "population": config.population, "batch": config.batch, "generations": len(total), "seed": config.seed,
+        "search": config.search, "mode": config.mode,
+        "seconds": {**seconds, "evolving": float(total.sum()),
+                    "per_generation": float(np.median(total)) if len(total) else None},
+        "tokens": int(history["tokens"].sum()), "missing": int(history["missing"].sum()),
+        "heldout": None,
+    }
+    if heldout is not None:
+        summary["heldout"] = {"n": heldout.n, **heldout.scores}
+        summary["seconds"]["heldout"] = heldout.seconds
+    return summary
+
+
+def closing(summary: dict, folder: RunFolder) -> str:
+    """The table a run ends with."""
+    lines = [""]
+    if summary["heldout"]:
+        scores = {arm: summary["heldout"][arm] for arm in ("base", "warm_start", "evolved")}
+        lines.append(scores_table(summary["heldout"]["n"], scores))
+    seconds = summary["seconds"]
+    if summary["generations"]:
+        lines.append(f"{summary['generations']} generations of {seconds['per_generation']:.1f} s (median) on "
+                     f"{summary['ranks']} rank{'s' * (summary['ranks'] > 1)}; where the time went:")
+        lines.append("  " + "  ".join(f"{phase} {seconds[phase]:.2f} s" for phase in PHASES))
+    lines.append(f"run file  {folder.history}")
+    lines.append(f"adapter   {folder.adapter}")
+    return "\n".join(lines)
+
+
+def scores_table(n: int, scores: dict[str, dict]) -> str:
+    """Arms and their held-out scores, a line each."""
+    lines = [f"held-out accuracy on {n} rows (mean reward, +- its standard error)"]
+    for arm, score in scores.items():
+        missing = f"   ({score['missing']} rows without a score)" if score["missing"] else ""
+        lines.append(f"  {arm.replace('_', ' '):<11} {_number(score['accuracy'])} +- {_number(score['stderr'])}{missing}")
+    return "\n".join(lines)
+
+
+def _number(value) -> str:
+    """Three decimals; JSON has no NaN, so a score that is none is null there."""
+    return "none" if value is None or not np.isfinite(value) else f"{value:.3f}"
+
+
+def show(path) -> str:
+    """A run in words, finished or not. Raises UserError if `path` is no run folder."""
+    folder = RunFolder.open(path)
+    config = configuration.load(folder.config)
+    lines = [f"{folder.path}: {config.model} with adapter {config.adapter}, task {config.task}, reward {config.reward}",
+             f"  {config.search} search, population {config.population}, batch {config.batch}, sigma {config.sigma}, "
+             f"alpha {config.alpha}, {config.offsets} offsets, seed {config.seed}, mode {config.mode}"]
+    failed = folder.path / "failed.txt"
+    if failed.exists():
+        lines.append(f"  it failed: {failed.read_text().splitlines()[0]}")
+    if not folder.history.exists():
+        lines.append("  no generation finished yet")
+        return "\n".join(lines)
+    history, attributes = read_history(folder.history)
+    done = len(history["generation"])
+    lines.append(f"  {done} of {config.generations} generations, essa_mpi {attributes.get('package_version')}, "
+                 f"{attributes.get('ranks')} ranks on {attributes.get('hosts')}")
+    for i in range(done):
+        validation = history["validation"][i]
+        lines.append(f"  {i + 1:4d}  fitness {history['mean_fitness'][i]:.3f}  best {history['best_fitness'][i]:.3f}  "
+                     f"sigma {history['sigma'][i]:.3g}  {history['times/seconds'][i]:.1f} s"
+                     + (f"  validation {validation:.3f}" if np.isfinite(validation) else "")
+                     + (f"  {history['missing'][i]} missing" if history["missing"][i] else ""))
+    checkpoint = load_checkpoint(folder)
+    if checkpoint:
+        lines.extend("  " + note for note in checkpoint.notes)
+        if checkpoint.generation < config.generations:
+            lines.append(f"  not finished: continue with `run CONFIG --resume` (checkpoint {checkpoint.path})")
+    if folder.summary.exists():
+        lines.append(closing(json.loads(folder.summary.read_text()), folder))
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from .config import Config, UserError
+from .runfile import RunFolder, load_checkpoint, write_json
+from .spectrum import Spectrum
+from .world import World
+
+
+def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
+    """The warm start's spectrum and the search's mean at the newest checkpoint. Raises UserError."""
+    checkpoint = load_checkpoint(RunFolder.open(run))
+    if checkpoint is None:
+        raise UserError(f"{run} has no checkpoint yet; it must finish a generation first")
+    spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative")
+    mean = checkpoint.groups["search"]["mean"]
+    if mean.shape != (spectrum.dimension,):
+        raise UserError(f"the adapter {config.adapter} has {spectrum.dimension} searched singular values but {run} "
+                        f"evolved {mean.size}: it is not the warm start of this run")
+    return spectrum, mean
+
+
+def evaluate_run(world: World, config: Config, run: str, adapter: str | None, json_path: str | None) -> None:
+    """Score base, warm start and result (or, with `adapter`, base and that adapter) on the held-out rows."""
+    from .run import Prepared, _start_scorer
+    from .report import scores_table
+    prepared = vectors = error = folder = None
+    try:
+        folder = RunFolder.open(run)
+        if adapter is not None:
+            config = replace(config, adapter=adapter, alpha=1.0)
+        prepared = Prepared(config)
+        if not prepared.task.heldout:
+            raise UserError("there are no held-out rows; set heldout_data or heldout_rows with --set")
+        zero = np.zeros(prepared.spectrum.dimension)
+        vectors = {"base": None, "adapter": zero} if adapter is not None else {
+            "base": None, "warm_start": zero, "evolved": _result(config, Path(run))[1]}
+        if world.rank == 0:
+            (folder.path / "logs").mkdir(exist_ok=True)
+    except Exception as e:
+        error = e
+    world.agree(error)
+    world.install_hooks()
+    scorer = _start_scorer(world, config, prepared, folder, None)
+    from .evaluate import evaluate
+    found = evaluate(config, world, scorer, vectors, prepared.task.heldout)
+    if world.rank == 0:
+        world.say(scores_table(found.n, found.scores))
+        if json_path:
+            write_json(json_path, {"n": found.n, **found.scores, "counters": found.counters, "ranks": world.size})
+
+
+def export(config: Config, run: str, adapter: str | None, out: str, merged: bool) -> str:
+    """Write a peft folder, or the merged model, to `out`. Returns a line that says so. Raises UserError."""
+    target = Path(out)
+    if target.exists():
+        raise UserError(f"--out {out}: is there already; name a folder that does not exist")
+    if adapter is not None:
+        spectrum = Spectrum.load(adapter, 1.0)
+        vector = np.zeros(spectrum.dimension)
+    else:
+        spectrum, vector = _result(config, Path(run))
+    temporary = target.with_name(target.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        if merged:
+            _merge(config, spectrum, vector, temporary)
+        else:
+            spectrum.save(temporary, vector)
+        temporary.rename(target)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return f"{'merged model' if merged else 'adapter'} written to {out}"
+
+
+def _merge(config: Config, spectrum: Spectrum, vector: np.ndarray, folder: Path) -> None:
+    """The model's own weights with U_B core V_A^T added in float32 and rounded once."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype="auto", local_files_only=True)
+    if getattr(model.config, "quantization_config", None):
+        raise UserError(f"model {config.model} is quantised; export the adapter without --merged")
+    modules = dict(model.named_modules())
+    with torch.no_grad():
+        for p, core in zip(spectrum.projections, spectrum.cores(vector)):
+            weight = modules[p.module].weight
+            update = torch.from_numpy(p.U_B @ core @ p.V_A.T)
+            weight.copy_((weight.double() + update).to(weight.dtype))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(config.model, local_files_only=True).save_pretrained(folder)

@@ -1,0 +1,268 @@
+"""`python -m essa_mpi run`: from a config to a run folder with an evolved adapter in it."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from . import config as configuration
+from .config import Config, UserError
+from .evolve import Generation, evolve
+from .runfile import (History, JsonLines, RunFolder, hash_model, history_schema, load_checkpoint, provenance,
+                      save_checkpoint, write_json)
+from .search import make_search
+from .world import World
+
+
+def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None:
+    """Evolve as `config` says; every rank calls this. Ends with SystemExit or MPI_Abort on failure.
+
+    scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests).
+    """
+    prepared = _prepare(world, config)
+    folder, checkpoint = _open_folder(world, config, resume)
+    world.failure_file = str(folder.path / "failed.txt")
+    world.install_hooks()
+    search = make_search(config.search, prepared.spectrum.dimension, config.population, config.sigma, config.seed)
+    if checkpoint:
+        search.load_state(checkpoint["search"])
+    recorder = Recorder(world, config, folder, search, checkpoint) if world.rank == 0 else None
+    start = search.generation
+    if checkpoint:
+        world.say(f"resuming {folder.path} at generation {start} of {config.generations}")
+    D, size = prepared.spectrum.dimension, world.size
+    world.say(f"{config.name}: {D} singular values, population {config.population} x {config.batch} rows, "
+              f"{config.search} search, mode {config.mode}, {size} rank{'s' * (size > 1)}")
+
+    scorer = _start_scorer(world, config, prepared, folder, scorer_factory)
+    evolve(config, world, prepared.task, scorer, search, start, recorder.record if recorder else lambda g: None)
+    _finish(world, config, prepared, folder, scorer, search, recorder)
+
+
+class Prepared:
+    """What every rank reads for itself before anything is written: adapter, rows."""
+
+    def __init__(self, config: Config):
+        """Raises UserError for whatever the user can mend."""
+        from .spectrum import Spectrum, check_fits, check_model, model_shapes
+        from .tasks import load_task
+        check_model(config.model)
+        self.spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative")
+        shapes = model_shapes(config.model)
+        if shapes and not (Path(config.model) / "config.json").read_text().count("quantization_config"):
+            check_fits(self.spectrum, config.model, shapes)
+        self.task = load_task(config)
+        self.model_hash = hash_model(config.model)
+
+
+def _prepare(world: World, config: Config) -> Prepared:
+    prepared, error = None, None
+    try:
+        prepared = Prepared(config)
+    except Exception as e:
+        error = e
+    world.agree(error)
+    try:
+        world.agree_equal(config=configuration.dump(config), model=prepared.model_hash,
+                          adapter=prepared.spectrum.digest(), rows=str(prepared.task.digest()))
+    except UserError as e:
+        error = e
+    world.agree(error)
+    for note in prepared.task.notes:
+        world.say(note)
+    return prepared
+
+
+def _open_folder(world: World, config: Config, resume: bool):
+    """(RunFolder, what to resume from or None), the same on every rank; rank 0 touches the disk."""
+    folder = state = error = None
+    if world.rank == 0:
+        try:
+            if resume and (Path("runs") / config.name).exists():
+                folder = RunFolder.open(Path("runs") / config.name)
+                configuration.check_resumable(configuration.load(folder.config), config)
+                found = load_checkpoint(folder)
+                for note in found.notes if found else []:
+                    world.say(note)
+                if found:
+                    if found.generation > config.generations:
+                        raise UserError(f"--resume: generations = {config.generations} but {folder.path} is at "
+                                        f"{found.generation}; ask for at least that many")
+                    state = {**found.groups, "attributes": found.attributes, "path": str(found.path)}
+                (folder.path / "failed.txt").unlink(missing_ok=True)
+            else:
+                if resume:
+                    world.say(f"nothing to resume: there is no runs/{config.name}; starting it")
+                folder = RunFolder.create(config.name, configuration.dump(config))
+                if folder.note:
+                    world.say(folder.note)
+            (folder.path / "logs").mkdir(exist_ok=True)
+        except Exception as e:
+            error = e
+    world.agree(error)
+    return world.comm.bcast((folder, state) if world.rank == 0 else None)
+
+
+def _start_scorer(world, config, prepared, folder, factory):
+    """Engine and reward on every rank; their output goes to logs/, not over the progress lines."""
+    if factory is not None:
+        return factory(config, prepared.spectrum, prepared.task)
+    quiet(world, folder.path / "logs" / f"rank{world.rank:04d}.log")
+    scorer = error = None
+    began = time.perf_counter()
+    try:
+        from .engine import Engine
+        from .evaluate import changes_output
+        from .rewards import load_reward
+        from .scoring import Scorer
+        from .tasks import render
+        reward = load_reward(config)
+        engine = Engine(config, prepared.spectrum)
+        prompts = [render(row, engine.tokenizer, config) for row in prepared.task.train[:4]]
+        prompts = [p for p in prompts if len(p) < engine.max_model_len]
+        if prompts and not changes_output(engine, prompts, prepared.spectrum.dimension):
+            world.say(f"warning: with the adapter {config.adapter} the model answers {len(prompts)} rows exactly as "
+                      f"without it: the warm start may be too weak to search around")
+        scorer = Scorer(engine, reward, config)
+    except Exception as e:
+        error = e
+    world.agree(error)
+    world.say(f"engines ready in {time.perf_counter() - began:.0f} s; their logs are in {folder.path}/logs")
+    return scorer
+
+
+def quiet(world: World, log: Path) -> None:
+    """Send this process's stdout and stderr to `log`; the world keeps the real ones for its own lines."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    world.out = os.fdopen(os.dup(1), "w")
+    world.err = os.fdopen(os.dup(2), "w")
+    target = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+class Recorder:
+    """Rank 0's files: history, metrics, samples, checkpoints, and the progress line."""
+
+    def __init__(self, world: World, config: Config, folder: RunFolder, search, checkpoint: dict | None):
+        self._world, self._config, self._folder, self._search = world, config, folder, search
+        self._schema = history_schema(config.population)
+        self.history = (History.from_arrays(self._schema, checkpoint["history"]) if checkpoint
+                        else History(self._schema))
+        self._metrics, self._samples = JsonLines(folder.metrics), JsonLines(folder.samples)
+        attributes = checkpoint["attributes"] if checkpoint else {"metrics_bytes": 0, "samples_bytes": 0}
+        self._metrics.truncate(int(attributes["metrics_bytes"]))
+        self._samples.truncate(int(attributes["samples_bytes"]))
+        self._parent = checkpoint["path"] if checkpoint else None
+        self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed,
+                                      model_hash=hash_model(config.model), hosts=" ".join(sorted(set(world.hosts))))
+        self._warned = set()
+        self._last_checkpoint = 0.0
+
+    def record(self, g: Generation) -> None:
+        """Write one generation down. Raises UserError if the disk refuses."""
+        config, header, ranks = self._config, g.exchanged.header, self._world.size
+        mean = {name: float(header[f"{name}_ns"].mean()) / 1e9 for name in ("place", "generate", "score", "busy")}
+        wait = float(header["busy_ns"].max()) / 1e9 - mean["busy"]
+        counts = {name: g.exchanged.total(name) for name in ("completions", "tokens", "cut", "empty", "too_long")}
+        finite = g.fitness[np.isfinite(g.fitness)]
+        self.history.append(
+            g.number, fitness=g.fitness, mean_fitness=float(finite.mean()), best_fitness=float(finite.max()),
+            sigma=g.sigma, digest=g.digest, missing=g.missing, tokens=counts["tokens"], cut=counts["cut"],
+            empty=counts["empty"], too_long=counts["too_long"], validation=g.validation,
+            validation_n=g.validation_rows,
+            **{"times/unix": time.time(), "times/seconds": g.seconds["total"], "times/generate": mean["generate"],
+               "times/place": mean["place"], "times/score": mean["score"], "times/wait": wait,
+               "times/allgather": g.seconds["allgather"], "times/update": g.seconds["update"],
+               "times/checkpoint": self._last_checkpoint})
+        self._metrics.append({
+            "generation": g.number, "mean_fitness": float(finite.mean()), "best_fitness": float(finite.max()),
+            "worst_fitness": float(finite.min()), "sigma": g.sigma, "validation": g.validation,
+            "validation_rows": g.validation_rows, "missing": g.missing, **counts,
+            "bytes_sent_per_rank": g.exchanged.bytes_sent, "ranks": ranks,
+            "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}})
+        for sample in g.samples:
+            self._samples.append(sample)
+        began = time.perf_counter()
+        if (g.number + 1) % config.checkpoint_every == 0 or g.number + 1 == config.generations:
+            self.checkpoint()
+        self._last_checkpoint = time.perf_counter() - began
+        self._progress(g, counts)
+
+    def checkpoint(self) -> None:
+        """The search and the history so far, then history.h5; both whole or not at all."""
+        attributes = {**self._provenance, "metrics_bytes": self._metrics.offset, "samples_bytes": self._samples.offset}
+        if self._parent:
+            attributes["parent_checkpoint"] = self._parent
+        self._parent, _ = save_checkpoint(
+            self._folder, self._search.generation,
+            {"search": self._search.state(), "history": self.history.arrays()}, attributes,
+            self._config.keep_checkpoints)
+        self._parent = str(self._parent)
+        self.history.write(self._folder.history, self._provenance)
+
+    def _progress(self, g: Generation, counts: dict) -> None:
+        times = self.history.arrays()["times/seconds"]
+        recent = float(np.median(times[-5:]))
+        left = recent * (self._config.generations - g.number - 1)
+        parts = [f"generation {g.number + 1}/{self._config.generations}", f"fitness {np.mean(g.fitness):.3f}",
+                 f"best {np.max(g.fitness):.3f}", f"sigma {g.sigma:.3g}"]
+        if g.validation_rows:
+            parts.append(f"mean on validation before it {g.validation:.3f}")
+        if g.missing:
+            parts.append(f"{g.missing} rows without a score")
+        parts.append(f"{g.seconds['total']:.1f} s, about {_duration(left)} left")
+        self._world.say("  ".join(parts))
+        for name, what in (("cut", "cut at max_tokens"), ("empty", "empty"), ("too_long", "not made: prompt too long")):
+            made = counts["completions"] + counts["too_long"]
+            if counts[name] > 0.1 * made and name not in self._warned:
+                self._warned.add(name)
+                self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
+        if len(set(g.fitness.tolist())) == 1:
+            self._world.say("warning: all candidates scored the same; nothing can be learnt from this generation "
+                            "(raise sigma or batch, or warm-start further)")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _finish(world, config, prepared, folder, scorer, search, recorder) -> None:
+    """Held-out scores, the adapter, summary.json, and the closing table."""
+    heldout = None
+    if prepared.task.heldout:
+        from .evaluate import evaluate
+        vectors = {"base": None, "warm_start": np.zeros(search.dimension), "evolved": search.mean}
+        world.say(f"scoring base, warm start and evolved adapter on {len(prepared.task.heldout)} held-out rows")
+        heldout = evaluate(config, world, scorer, vectors, prepared.task.heldout, search.digest())
+    if world.rank != 0:
+        return
+    from .report import closing, summarise
+    if recorder and len(recorder.history) and not folder.history.exists():
+        recorder.checkpoint()
+    save_adapter(prepared.spectrum, search.mean, folder.adapter)
+    summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout)
+    write_json(folder.summary, summary)
+    world.say(closing(summary, folder))
+
+
+def save_adapter(spectrum, vector: np.ndarray, target: Path) -> None:
+    """Write a peft folder whole or not at all: made beside `target`, then moved there."""
+    import shutil
+    temporary, old = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        spectrum.save(temporary, vector)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            os.rename(target, old)
+        os.rename(temporary, target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error

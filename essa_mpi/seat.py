@@ -1,0 +1,155 @@
+"""Where a rank sits: its launcher, host, cores, threads and GPUs. Standard library and mpi4py only.
+
+Called before numpy or torch are imported, since both read the thread counts, and CUDA
+the visible devices, when they load.
+"""
+
+import glob
+import os
+import platform
+import socket
+import subprocess
+from dataclasses import dataclass
+
+from .config import UserError
+
+# Environment variables by which launchers announce their size and rank.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("PMIX_SIZE", "PMIX_RANK"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+)
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass
+class Seat:
+    """This rank's place. hosts, cpus: host and CPU model of every rank, (size,) each."""
+
+    mpi: object           # the module mpi4py.MPI
+    library: str          # which MPI mpi4py loaded
+    hosts: list[str]
+    cpus: list[str]
+    local_rank: int       # among the ranks of this host
+    local_size: int
+    cores: list[int]      # this rank may run on
+    gpus: list[str]       # of this rank's engine, as CUDA_VISIBLE_DEVICES names them; empty without GPUs
+
+
+def check_launcher(size: int, library: str, environment=os.environ) -> None:
+    """Raise UserError if the launcher announces more processes than COMM_WORLD has.
+
+    That is mpi4py linked to another MPI than mpirun: every process believes it is alone.
+    """
+    announced = [(name, environment[name]) for name, _ in _LAUNCHERS if name in environment]
+    if not announced and "SLURM_STEP_ID" in environment:   # outside a step SLURM_NTASKS is only what was asked for
+        announced = [(n, environment[n]) for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if n in environment][:1]
+    for name, value in announced:
+        if value.isdigit() and int(value) > size:
+            raise UserError(
+                f"the launcher started {value} processes ({name}) but mpi4py sees {size}: it loaded another MPI "
+                f"than mpirun's ({library}). Rebuild it with the MPI you run with: MPICC='mpicc -shared' "
+                f"python -m pip install --force-reinstall --no-cache-dir --no-binary=mpi4py mpi4py")
+
+
+def launcher_rank(environment=os.environ) -> int:
+    """The rank the launcher gave this process, 0 if it gave none: who prints while MPI is not up."""
+    for name in [rank for _, rank in _LAUNCHERS] + ["SLURM_PROCID"]:
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return 0
+
+
+def cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def visible_gpus(environment=os.environ) -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them, without touching CUDA."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [g for g in environment["CUDA_VISIBLE_DEVICES"].replace(" ", "").split(",") if g not in ("", "-1")]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    except (OSError, subprocess.TimeoutExpired):
+        count = len(glob.glob("/dev/nvidia[0-9]*"))
+    return [str(i) for i in range(count)]
+
+
+def choose_gpus(visible: list[str], local_rank: int, local_size: int, tensor_parallel: int) -> list[str]:
+    """The GPUs of one rank's engine. Raises UserError if the split is not plain.
+
+    Visible == tensor_parallel: the launcher gave this rank its own. Visible == local ranks x
+    tensor_parallel: a slice of them. Anything else would put two engines on one GPU or leave some idle.
+    """
+    need = local_size * tensor_parallel
+    if not visible:
+        if tensor_parallel > 1:
+            raise UserError(f"config: tensor_parallel = {tensor_parallel}: no GPU is visible; use 1 on a CPU")
+        return []
+    if len(visible) == tensor_parallel:
+        return visible
+    if len(visible) == need:
+        return visible[local_rank * tensor_parallel:(local_rank + 1) * tensor_parallel]
+    raise UserError(f"{local_size} ranks on this host x tensor_parallel = {tensor_parallel} ask for {need} GPUs but "
+                    f"{len(visible)} are visible: start {max(1, len(visible) // tensor_parallel)} ranks a host, or let "
+                    f"the launcher give each rank {tensor_parallel} (Slurm: --gpus-per-task={tensor_parallel})")
+
+
+def take() -> Seat:
+    """Start MPI, find this rank's seat and bind it to its cores and threads; GPUs come with `take_gpus`.
+
+    Collective. Raises UserError if the launcher started more processes than MPI sees.
+    """
+    import mpi4py
+    mpi4py.rc.thread_level = "funneled"   # only the main thread speaks MPI
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+    library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
+    check_launcher(comm.Get_size(), library)
+    seats = comm.allgather((socket.gethostname(), cpu_model(), sorted(os.sched_getaffinity(0))))
+    hosts, cpus = [s[0] for s in seats], [s[1] for s in seats]
+    neighbours = [r for r, host in enumerate(hosts) if host == hosts[comm.Get_rank()]]
+    local_rank, local_size = neighbours.index(comm.Get_rank()), len(neighbours)
+    cores = _bind([seats[r][2] for r in neighbours], local_rank)
+    # One engine thread a core of ours, unless the user chose. Ranks that share a core take one each:
+    # two OpenMP teams that spin on the same cores are a hundred times slower than two threads.
+    shared = local_size > os.cpu_count()
+    for name in _THREADS:
+        os.environ.setdefault(name, "1" if shared else str(len(cores)))
+    return Seat(MPI, library, hosts, cpus, local_rank, local_size, cores, [])
+
+
+def take_gpus(seat: Seat, tensor_parallel: int) -> None:
+    """Let this process see its engine's GPUs and no others. Before torch is imported. Raises UserError."""
+    seat.gpus = choose_gpus(visible_gpus(), seat.local_rank, seat.local_size, tensor_parallel)
+    if seat.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpus)
+
+
+def spread(affinities: list[list[int]], local_rank: int, machine: list[int]) -> list[int]:
+    """The cores of one rank, given what the launcher allowed each rank of this host.
+
+    Left alone where the ranks are apart already. Some launchers bind several ranks to one
+    core; and unbound engines on a small machine chase each other over its cores.
+    """
+    cores = sorted(set().union(*affinities))
+    if sum(map(len, affinities)) == len(cores):
+        return affinities[local_rank]
+    if len(cores) < len(affinities):      # all were bound to too few: take the machine
+        cores = machine
+    each = len(cores) // len(affinities)
+    return cores[local_rank * each:(local_rank + 1) * each] if each else cores
+
+
+def _bind(affinities, local_rank):
+    try:
+        os.sched_setaffinity(0, spread(affinities, local_rank, list(range(os.cpu_count()))))
+    except OSError:                       # a container may forbid it; then the system schedules
+        pass
+    return sorted(os.sched_getaffinity(0))
