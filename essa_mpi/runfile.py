@@ -178,6 +178,10 @@ class _Damaged(Exception):
     """Why a file cannot be trusted."""
 
 
+class _Unreadable(_Damaged):
+    """The file system does not hand it out, perhaps only for now."""
+
+
 def _seal(body) -> bytes:
     return f"{_MARK}{hashlib.sha256(body).hexdigest()}".encode().ljust(_BLOCK, b"\n")
 
@@ -212,7 +216,7 @@ def _same_bits(a, b):
 
 
 def _open_h5(path) -> h5py.File:
-    """A sealed HDF5 file, read into memory. Raises _Damaged, also when it cannot be read at all."""
+    """A sealed HDF5 file, read into memory. Raises _Damaged or _Unreadable."""
     try:
         data = Path(path).read_bytes()
         if not data.startswith(_MARK.encode()):
@@ -221,7 +225,7 @@ def _open_h5(path) -> h5py.File:
             raise _Damaged(f"does not match its checksum ({len(data)} bytes)")
         return h5py.File(io.BytesIO(data), "r")
     except OSError as error:
-        raise _Damaged(f"cannot be read: {error.strerror or error}") from error
+        raise _Unreadable(f"cannot be read: {error.strerror or error}") from error
 
 
 def _refuse_newer(path, file):
@@ -307,15 +311,18 @@ def save_checkpoint(folder: RunFolder, generation: int, groups: dict, attributes
 def _prune(folder, generation, keep):
     """Keep the newest `keep` intact checkpoints up to `generation`; remove the others and stray temp files.
 
-    Damaged ones do not count and go: a resume has already passed them by. An
-    intact newer one is left alone, whoever wrote it.
+    Damaged ones do not count and go: a resume has already passed them by. Left
+    alone are an intact newer one, whoever wrote it, and one that cannot be read now.
     """
-    kept, gone = 0, []
+    kept, gone = 0, list(folder.checkpoints.glob("generation_*.h5.tmp"))
     for path, number in _checkpoint_files(folder).items():
-        if (number > generation or kept < keep) and _is_intact(folder, path, number):
-            kept += number <= generation
-        else:
-            gone.append(path)
+        try:
+            if (number > generation or kept < keep) and _is_intact(folder, path, number):
+                kept += number <= generation
+            else:
+                gone.append(path)
+        except _Unreadable:
+            pass
     for path in gone:
         # The checkpoint is safe; a file that cannot be removed now is tried again after the next one.
         with contextlib.suppress(OSError):
@@ -326,6 +333,8 @@ def _is_intact(folder, path, number):
     if path not in folder._intact:
         try:
             _open_checkpoint(path, number).close()
+        except _Unreadable:
+            raise
         except _Damaged:
             return False
         folder._intact.add(path)

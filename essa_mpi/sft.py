@@ -239,7 +239,7 @@ def _check(model, tokenizer, rows, prompts, reward, config: Config, device: str)
         texts = _complete(model, tokenizer, prompts[start:start + 16], config, device)
         formatted += map(reward.has_format, texts)
         rewards += reward.score(rows[start:start + 16], texts).tolist()
-        if len(rows) - formatted.count(False) < config.sft_format_rate * len(rows):
+        if (len(rows) - formatted.count(False)) / len(rows) < config.sft_format_rate:
             break
     return sum(formatted) / len(formatted), sum(r for r in rewards if r == r) / len(rewards), len(formatted)
 

@@ -169,7 +169,10 @@ def _check_expand(out, h, u_t, rows):
 
 
 def core_step(h: Tensor, cores: Tensor, idx: Tensor) -> Tensor:
-    """g[t] = h[t] cores[idx[t]].
+    """g[t] = h[t] C^T with C = cores[idx[t]], the core of delta W = U_B C V_A^T.
+
+    y = delta W x, so a token's row h = x V_A meets the core transposed; the same cores serve
+    shared_basis_, MergeTable.apply and the slots.
 
     h: (T, r) or (T, S, r) with S packed slices, float32, float16 or bfloat16, last dimension
     contiguous; cores: float32 (K, r, r) or (K, S, r, r), contiguous; idx: int32 or int64 (T,),
@@ -194,7 +197,7 @@ def expand_add_(out: Tensor, g: Tensor, u_t: Tensor, rows: Sequence[int] | None 
 
 def shared_basis_(out: Tensor, h: Tensor, cores: Tensor, idx: Tensor, u_t: Tensor,
                   rows: Sequence[int] | None = None) -> Tensor:
-    """out[t] += (h[t] cores[idx[t]]) U_B^T in place, in one launch; h = x V_A is the caller's product.
+    """out[t] += (h[t] cores[idx[t]]^T) U_B^T in place, in one launch; h = x V_A is the caller's product.
 
     Arguments as in core_step and expand_add_. Tokens without a candidate keep every bit. A token's
     result does not depend on the rest of the batch. Captures into CUDA graphs: nothing is

@@ -97,10 +97,10 @@ def write_slots(slots, table, tiles, u_t, m, s_a, s_b, d_a, d_b, slot_ids, vecto
 
 
 def core_step(h, cores, idx):
-    """g[t] = h[t] cores[idx[t]], float32; zero where idx[t] names no candidate."""
+    """g[t] = h[t] cores[idx[t]]^T, float32; zero where idx[t] names no candidate."""
     known = (idx >= 0) & (idx < len(cores))
     chosen = cores.double()[torch.where(known, idx, 0).long()]
-    g = torch.einsum("tsi,tsij->tsj", h.double(), chosen)
+    g = torch.einsum("tsi,tsji->tsj", h.double(), chosen)
     return torch.where(known[:, None, None], g, 0.0).float()
 
 
@@ -119,7 +119,7 @@ def expand_add_(out, g, u_t, rows):
 
 
 def shared_basis_(out, h, cores, idx, u_t, rows):
-    """out[t] += (h[t] cores[idx[t]]) U_B^T; tokens without a candidate are not touched."""
+    """out[t] += (h[t] cores[idx[t]]^T) U_B^T; tokens without a candidate are not touched."""
     known = (idx >= 0) & (idx < len(cores))
     _expand_add(out, core_step(h, cores, idx).double(), known, u_t, rows)
 

@@ -99,7 +99,8 @@ def write_slots_kernel(table, tiles, u_t, m, s_a, s_b, d_a, d_b, slot_ids,
         row_stride = tl.multiple_of(row_stride, 8)
     base = _pointer(tl.load(entry), DTYPE, VECTOR)
     rows = (tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS))[:, None]
-    inside = rows < tl.load(entry + 3)
+    row_count = tl.load(entry + 3)
+    inside = rows < row_count
     first_row = tl.load(entry + 4)
     slots = tl.load(entry + 5)
     columns = tl.arange(0, WIDTH)
@@ -121,7 +122,7 @@ def write_slots_kernel(table, tiles, u_t, m, s_a, s_b, d_a, d_b, slot_ids,
             m_i = tl.load(m + (target * RANK + i) * WIDTH + columns)
             value += (u[i] * b) * m_i[None, :]
         # A slot id outside the stack means "skip this candidate", never a stray write.
-        keep = inside & (slot >= 0) & (slot < slots)
+        keep = rows < tl.where((slot >= 0) & (slot < slots), row_count, 0)
         _store(base + slot * slot_stride + at, value * a[None, :], keep, DTYPE)
 
 
@@ -141,21 +142,21 @@ def write_slots(slots, table, tiles, u_t, m, s_a, s_b, d_a, d_b, slot_ids, vecto
 @triton.jit
 def _core_step(h, cores, token, piece, candidate, chosen, h_stride_t, h_stride_s,
                SLICES: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
-    """h[token, piece] cores[candidate, piece], (tokens, RANK_BLOCK) float32, zero where not chosen."""
+    """h[token, piece] cores[candidate, piece]^T, (tokens, RANK_BLOCK) float32, zero where not chosen."""
     j = tl.arange(0, RANK_BLOCK)[None, :]
-    core = cores + (candidate * SLICES + piece)[:, None] * (RANK * RANK) + j
+    core = cores + (candidate * SLICES + piece)[:, None] * (RANK * RANK) + j * RANK
     known = chosen[:, None] & (j < RANK)
     total = tl.zeros((token.shape[0], RANK_BLOCK), tl.float32)
     for i in tl.static_range(RANK):
         h_i = tl.load(h + token * h_stride_t + piece * h_stride_s + i, mask=chosen, other=0.0)
-        total += h_i.to(tl.float32)[:, None] * tl.load(core + i * RANK, mask=known, other=0.0)
+        total += h_i.to(tl.float32)[:, None] * tl.load(core + i, mask=known, other=0.0)
     return total
 
 
 @triton.jit
 def core_step_kernel(h, cores, idx, g, tokens, candidates, h_stride_t, h_stride_s,
                      SLICES: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
-    """g[t, s] = h[t, s] cores[idx[t], s]: one program is BLOCK tokens of one slice."""
+    """g[t, s] = h[t, s] cores[idx[t], s]^T: one program is BLOCK tokens of one slice."""
     piece = tl.program_id(1)
     token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = token < tokens
@@ -184,7 +185,7 @@ def expand_kernel(out, h, cores, idx, u_t, tokens, candidates, out_stride, h_str
                   SLICES: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, CORE: tl.constexpr,
                   TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr, U_DTYPE: tl.constexpr,
                   UNIT: tl.constexpr):
-    """out[t, slice s] += (h[t, s] core) U_B^T. CORE 0: core = 1, h is g already.
+    """out[t, slice s] += (h[t, s] core^T) U_B^T. CORE 0: core = 1, h is g already.
 
     One program: TOKENS tokens x COLUMNS outputs of one slice. A token's sum runs over the rank in
     one fixed order, so its bits do not depend on what else is in the batch.

@@ -69,6 +69,8 @@ def assert_close(got, want, what=""):
     line = [torch.where(t.view(torch.int16) < 0, -(t.view(torch.int16).int() & 0x7FFF), t.view(torch.int16).int())
             for t in (got, rounded)]
     ulps = (line[0] - line[1]).abs()
+    # Next to zero, after cancellation, an ulp is smaller than the float32 sum's own error.
+    ulps[(got.double() - want).abs() <= 1e-6 * want.pow(2).mean().sqrt()] = 0
     assert int(ulps.max()) <= 1, f"{what} off by {int(ulps.max())} ulp"
     share = 1e-3 if got.dtype == torch.bfloat16 else 8e-3
     assert int((ulps > 0).sum()) <= max(3, share * ulps.numel()), f"{what} {int((ulps > 0).sum())} of {ulps.numel()} differ"
@@ -197,7 +199,7 @@ def expected_basis(case, rows):
     for s, count in enumerate(rows):
         for t, k in enumerate(case["idx"].tolist()):
             if k >= 0:
-                g = case["h"][t, s].cpu().double() @ case["cores"][k, s].cpu().double()
+                g = case["h"][t, s].cpu().double() @ case["cores"][k, s].cpu().double().t()
                 out[t, first:first + count] += g @ case["u_t"][:, first:first + count].cpu().double()
         first += count
     return out
@@ -233,7 +235,7 @@ def test_core_step_and_expand_add_make_up_shared_basis(device):
     case = make_basis(device, torch.bfloat16, rows, 8, 21, 4)
     g = dispatch.core_step(case["h"], case["cores"], case["idx"])
     k = int(case["idx"][5])
-    want = torch.einsum("si,sij->sj", case["h"][5].double(), case["cores"][k].double()) if k >= 0 else torch.zeros(2, 8)
+    want = torch.einsum("si,sji->sj", case["h"][5].double(), case["cores"][k].double()) if k >= 0 else torch.zeros(2, 8)
     assert torch.allclose(g[5].double(), want.double(), rtol=1e-5, atol=1e-5) and (g[0] == 0).all()
     two = dispatch.expand_add_(case["out"].clone(), g, case["u_t"], rows)
     one = dispatch.shared_basis_(*case.values(), rows)

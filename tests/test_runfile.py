@@ -1,6 +1,7 @@
 """The run folder: nothing is lost, nothing is half-written."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -206,6 +208,23 @@ def test_an_intact_newer_checkpoint_is_never_removed(folder):
     save(folder, 7, 8, 9)
     save(RunFolder.open(folder.path), 1, 2, 3)
     assert [int(name[11:17]) for name in names(folder)] == [2, 3, 8, 9]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_removed(folder, monkeypatch):
+    save(folder, 1, 2)
+    read_bytes = Path.read_bytes
+
+    def refuse(path):
+        if path.name == "generation_000002.h5":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    resumed = RunFolder.open(folder.path)
+    checkpoint = load_checkpoint(resumed)
+    assert checkpoint.generation == 1 and "cannot be read: Input/output error" in checkpoint.notes[0]
+    save(resumed, 3)
+    assert [int(name[11:17]) for name in names(folder)] == [1, 2, 3]
 
 
 # Writing: the order of things, and what happens when it fails.

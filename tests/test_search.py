@@ -37,10 +37,14 @@ def assert_same_state(a, b):
 
 # ---- the oracle: pycma, the reference implementation of the tutorial's author
 
-cma = pytest.importorskip("cma", reason="the oracle is pycma: pip install cma")
+try:
+    import cma
+except ImportError:
+    cma = None
+needs_pycma = pytest.mark.skipif(cma is None, reason="the oracle is pycma: pip install cma")
 
 
-class TutorialCSA(cma.sigma_adaptation.CMAAdaptSigmaCSA):
+class TutorialCSA(cma.sigma_adaptation.CMAAdaptSigmaCSA if cma else object):
     """pycma's step-size control with the tutorial's h_sigma in place of its own.
 
     pycma 4.5 stalls p_c unless |p_sigma|^2 / D / (1 - (1 - c_sigma)^(2 g)) < 2 + 4/(D + 1).
@@ -102,6 +106,7 @@ def close(a, b, tolerance=1e-9):
     assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
+@needs_pycma
 @pytest.mark.parametrize("dimension, population", PYCMA_DEPARTS)
 def test_constants_against_pycma(dimension, population):
     search = make_search("cma", dimension, population, 0.5, 1)
@@ -123,6 +128,7 @@ def test_constants_against_pycma(dimension, population):
         assert found[name] == pytest.approx(expected, rel=1e-9), name
 
 
+@needs_pycma
 @pytest.mark.parametrize("dimension, population", PYCMA_DEPARTS)
 def test_full_matrix_equals_pycma(dimension, population, monkeypatch):
     """The same normals, the tutorial's constants: mean, sigma, C and candidates agree for 50 generations."""
@@ -142,6 +148,7 @@ def test_full_matrix_equals_pycma(dimension, population, monkeypatch):
     es = pycma(dimension, population, randn=our_normals, CMA_eigenmethod=our_eigenvectors)
     give_our_constants(es, search, monkeypatch)
     es.sm.C, es.sm.B, es.sm.D = np.eye(dimension), np.eye(dimension), np.ones(dimension)
+    es.sm._sortBD = lambda: None  # ours are sorted; its unstable sort would exchange equal ones
 
     for generation in range(50):
         X = search.ask(generation)
@@ -158,6 +165,7 @@ def test_full_matrix_equals_pycma(dimension, population, monkeypatch):
     assert search.sigma != 0.5 and es.countiter == 50
 
 
+@needs_pycma
 @pytest.mark.parametrize("dimension, population", PYCMA_SEPARABLE_DEPARTS)
 def test_separable_constants_against_pycma(dimension, population):
     search = make_search("sep", dimension, population, 0.5, 1)
@@ -176,6 +184,7 @@ def test_separable_constants_against_pycma(dimension, population):
     assert search.c_mu == pytest.approx((dimension + 2) / 3 * full.c_mu, rel=1e-15)
 
 
+@needs_pycma
 @pytest.mark.parametrize("dimension, population", PYCMA_SEPARABLE_DEPARTS)
 def test_separable_equals_pycma(dimension, population, monkeypatch):
     """pycma's linear diagonal update (GaussDiagonalSampler) with our constants: equal for 50 generations."""
@@ -203,6 +212,7 @@ def test_separable_equals_pycma(dimension, population, monkeypatch):
     assert search.sigma != 0.5 and es.countiter == 50
 
 
+@needs_pycma
 def test_how_pycmas_own_diagonal_departs(monkeypatch):
     """CMA_diagonal=True, even with our constants, has another update of the variances: exponential, times log 2.
 

@@ -14,7 +14,7 @@ ESSA_DEVICE int64_t candidate_of(const BasisArguments& p, int64_t token) {
     return p.idx_is_64 ? static_cast<const int64_t*>(p.idx)[token] : static_cast<const int32_t*>(p.idx)[token];
 }
 
-// g[t, s, j]: one thread an output.
+// g[t, s] = h[t, s] core^T: one thread an output.
 ESSA_KERNEL(128) core_step_kernel(BasisArguments p, float* g) {
     const int64_t at = int64_t(block_x()) * 128 + thread_x();
     if (at >= int64_t(p.tokens) * p.slices * p.rank) return;
@@ -25,13 +25,13 @@ ESSA_KERNEL(128) core_step_kernel(BasisArguments p, float* g) {
     if (candidate >= 0 && candidate < p.candidates) {
         const float* core = p.cores + (candidate * p.slices + slice) * p.rank * p.rank;
         for (int i = 0; i < p.rank; ++i)
-            sum += load_any(p.h, token * p.h_t + slice * p.h_s + i, p.h_type) * core[i * p.rank + j];
+            sum += load_any(p.h, token * p.h_t + slice * p.h_s + i, p.h_type) * core[j * p.rank + i];
     }
     g[at] = sum;
 }
 
-// out[t, slice s] += (h[t, s] core) U_B^T. One warp: one token, CHUNKS x 32 x 8 outputs of one slice.
-// Every thread of the warp makes all of h core for itself: r^2 products against the r x 8 x CHUNKS that
+// out[t, slice s] += (h[t, s] core^T) U_B^T. One warp: one token, CHUNKS x 32 x 8 outputs of one slice.
+// Every thread of the warp makes all of h core^T for itself: r^2 products against the r x 8 x CHUNKS that
 // follow, and no second launch. A token's sum has one fixed order, whatever else is in the batch.
 enum { CHUNKS = 2, WARP_COLUMNS = CHUNKS * 32 * 8 };
 ESSA_DEVICE constexpr int tiles_of(int rows) { return (rows + WARP_COLUMNS - 1) / WARP_COLUMNS; }
@@ -57,7 +57,7 @@ ESSA_KERNEL(128) expand_kernel(BasisArguments p) {
         for (int i = 0; i < p.rank; ++i) {
             const float h_i = load_any(p.h, h_at + i, p.h_type);
             ESSA_UNROLL
-            for (int j = 0; j < RANK; ++j) if (j < p.rank) g[j] += h_i * core[i * p.rank + j];
+            for (int j = 0; j < RANK; ++j) if (j < p.rank) g[j] += h_i * core[j * p.rank + i];
         }
     } else {
         ESSA_UNROLL
