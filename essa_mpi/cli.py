@@ -8,8 +8,18 @@ from . import __version__
 from .config import UserError
 
 
+class Parser(argparse.ArgumentParser):
+    """Under N ranks a wrong command line is told once."""
+
+    def error(self, message):
+        from .seat import launcher_rank
+        if launcher_rank() == 0:
+            super().error(message)
+        raise SystemExit(2)
+
+
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m essa_mpi", description="Evolve a LoRA adapter's singular values with CMA-ES and vLLM under MPI.",
         epilog="Under MPI: mpirun -n 4 python -m essa_mpi run config.toml")
     p.add_argument("--version", action="version", version=f"essa_mpi {__version__}")
@@ -86,9 +96,10 @@ def _world(load_settings):
 
 def _guarded(world, work) -> None:
     """Do `work`; whatever it raises ends the job on all ranks."""
+    from .world import Agreed
     try:
         work()
-    except SystemExit:
+    except Agreed:
         raise
     except BaseException as error:
         world.fail(error)

@@ -67,7 +67,7 @@ class Engine:
             if any(p.searched == 0 for p in spectrum.projections):
                 layers |= {"gate_up_proj", "down_proj"}
             options.update(
-                enable_lora=True, max_loras=self.capacity, max_cpu_loras=self.capacity,
+                enable_lora=True, max_loras=self.capacity + 1, max_cpu_loras=self.capacity + 1,
                 max_lora_rank=next(r for r in MAX_RANKS if r >= spectrum.max_rank),
                 lora_target_modules=sorted(layers))
         options.update(config.vllm)
@@ -80,8 +80,9 @@ class Engine:
         self.tokenizer = self._llm.get_tokenizer()
         self.max_model_len = self._llm.llm_engine.model_config.max_model_len
         self._llm.collective_rpc("essa_setup", args=(config.mode, str(config.adapter), config.alpha, self.capacity))
-        # Slot k answers to adapter id k + 1. The path is never read: the id is registered.
-        self._adapters = [LoRARequest(f"slot{k}", k + 1, "in-memory") for k in range(self.capacity)]
+        # Candidate k answers to adapter id k + 1, the base model to the last. The path is never read: the
+        # id is registered.
+        self._adapters = [LoRARequest(f"slot{k}", k + 1, "in-memory") for k in range(self.capacity + 1)]
         self.reset_clock()
 
     def reset_clock(self) -> None:
@@ -106,7 +107,8 @@ class Engine:
         self._slot_of = dict(zip([i for i, v in enumerate(vectors) if v is not None], range(self.capacity)))
         # KV blocks are keyed by tokens and adapter name, not by weights: without this a candidate
         # would be scored on its predecessor's keys and values, silently.
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests of an earlier batch are unfinished")
         self.seconds["place"] += time.perf_counter() - began
 
     def generate(self, requests: list[Request]) -> list[Completion]:
@@ -119,11 +121,10 @@ class Engine:
         params = [SamplingParams(
             temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens,
             stop=config.stop or None, seed=r.seed if config.temperature > 0 else None) for r in batch]
-        adapters = [None if self._merged or r.candidate not in self._slot_of
-                    else self._adapters[self._slot_of[r.candidate]] for r in batch]
+        adapters = None if self._merged else [self._adapters[self._slot_of.get(r.candidate, -1)] for r in batch]
         outputs = iter(self._llm.generate(
             [{"prompt_token_ids": r.prompt} for r in batch], params, use_tqdm=False,
-            lora_request=None if self._merged else adapters) if batch else ())
+            lora_request=adapters) if batch else ())
         completions = []
         for ok in fits:
             if not ok:

@@ -54,9 +54,11 @@ class Placement:
     # -- slots: vLLM's own LoRA tensors ----------------------------------------------------------
 
     def _essa_setup_slots(self, slots: int) -> dict:
-        """Register `slots` pinned adapters from memory; afterwards only slot B is ever written.
+        """Register `slots` + 1 pinned adapters from memory; afterwards only slot B is ever written.
 
         Slot A = V_A^T in all slots, slot B[k] = U_B core[k]. The fewest bytes, and the most accurate.
+        The last adapter is the base model: its B stays zero. (vLLM's CPU kernels read the index -1 of
+        rows without an adapter as the last slot's, whatever is in it.)
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -70,7 +72,7 @@ class Placement:
             tensors[f"{name}.lora_A.weight"] = torch.from_numpy(np.ascontiguousarray(p.V_A.T)).float()
             tensors[f"{name}.lora_B.weight"] = torch.zeros(p.U_B.shape, dtype=torch.float32)
         dtype = manager.lora_config.lora_dtype
-        for slot in range(slots):
+        for slot in range(slots + 1):
             lora = LoRAModel.from_lora_tensors(slot + 1, tensors, helper, device="cpu", dtype=dtype)
             manager.add_adapter(lora)
             manager.activate_adapter(slot + 1)

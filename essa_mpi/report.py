@@ -1,6 +1,7 @@
 """A run in words and numbers: summary.json, the closing table, `show`."""
 
 import json
+import tomllib
 
 import numpy as np
 
@@ -76,6 +77,7 @@ def show(path) -> str:
         lines.append("  no generation finished yet")
         return "\n".join(lines)
     history, attributes = read_history(folder.history)
+    config = configuration.make(tomllib.loads(attributes["config"]))   # a resume may have asked for more generations
     done = len(history["generation"])
     lines.append(f"  {done} of {config.generations} generations, essa_mpi {attributes.get('package_version')}, "
                  f"{attributes.get('ranks')} ranks on {attributes.get('hosts')}")

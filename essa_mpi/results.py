@@ -8,7 +8,7 @@ import numpy as np
 
 from .config import Config, UserError
 from .runfile import RunFolder, load_checkpoint, write_json
-from .spectrum import Spectrum
+from .spectrum import Spectrum, check_fits
 from .world import World
 
 
@@ -40,11 +40,14 @@ def evaluate_run(world: World, config: Config, run: str, adapter: str | None, js
         zero = np.zeros(prepared.spectrum.dimension)
         vectors = {"base": None, "adapter": zero} if adapter is not None else {
             "base": None, "warm_start": zero, "evolved": _result(config, Path(run))[1]}
+        failure = folder.path / "logs" / "eval_failed.txt"
         if world.rank == 0:
-            (folder.path / "logs").mkdir(exist_ok=True)
+            failure.parent.mkdir(exist_ok=True)
+            failure.unlink(missing_ok=True)
     except Exception as e:
         error = e
     world.agree(error)
+    world.failure_file = str(failure)
     world.install_hooks()
     scorer = _start_scorer(world, config, prepared, folder, None)
     from .evaluate import evaluate
@@ -88,6 +91,8 @@ def _merge(config: Config, spectrum: Spectrum, vector: np.ndarray, folder: Path)
     if getattr(model.config, "quantization_config", None):
         raise UserError(f"model {config.model} is quantised; export the adapter without --merged")
     modules = dict(model.named_modules())
+    check_fits(spectrum, config.model, {name: tuple(module.weight.shape) for name, module in modules.items()
+                                        if isinstance(module, torch.nn.Linear)})
     with torch.no_grad():
         for p, core in zip(spectrum.projections, spectrum.cores(vector)):
             weight = modules[p.module].weight

@@ -5,7 +5,7 @@
 comes back as NaN, for the caller to count; nothing becomes a silent zero.
 """
 
-import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -24,7 +24,7 @@ from .config import Config, UserError
 from .tasks import Row, generator, is_file, one_line
 
 LIMIT = 2.0**20     # |reward| at most: what world.py's exact sums of squares are made for
-MATH_SECONDS = 10   # a completion that takes math-verify longer counts as missing
+MATH_SECONDS = 10   # CPU time; a completion that takes math-verify longer counts as missing
 
 NAMES = "exact, boxed, math, reasoning_gym (with a reasoning-gym task) or package.module:function"
 
@@ -84,10 +84,8 @@ class Math(Reward):
 
     def __init__(self, name):
         super().__init__(name)
-        try:
-            importlib.import_module("math_verify")
-        except ImportError:
-            raise UserError("config: reward = 'math': needs math-verify; pip install math-verify") from None
+        if importlib.util.find_spec("math_verify") is None:
+            raise UserError("config: reward = 'math': needs math-verify; pip install math-verify")
         self._child = None
 
     def _score(self, row, completion):
@@ -111,7 +109,8 @@ class Math(Reward):
     def _ask(self, gold: str | None, completion: str) -> dict | None:
         """What the child says (see `_serve_math`), or None if it ran out of time or died."""
         if self._child is None:
-            code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve_math; _serve_math()"
+            code = (f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve_math; "
+                    f"_serve_math({MATH_SECONDS})")
             self._child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
                                            stdout=subprocess.PIPE, text=True, encoding="utf-8")
         try:
@@ -123,9 +122,11 @@ class Math(Reward):
         if line:
             return json.loads(line)
         status = self.close()
-        timed_out = status == -signal.SIGALRM
-        self.trouble[f"math-verify took over {MATH_SECONDS} s" if timed_out
-                     else f"math-verify's process ended with status {status}"] += 1
+        if status >= 0:
+            raise UserError(f"reward math: the process that runs math-verify failed with exit code {status}, and said "
+                            f"why above; does `{sys.executable} -c 'import math_verify'` work?")
+        self.trouble[f"math-verify took over {MATH_SECONDS} s" if status == -signal.SIGPROF
+                     else f"math-verify's process was ended by {signal.Signals(-status).name}"] += 1
         return None
 
     def close(self) -> int | None:
@@ -147,19 +148,21 @@ def _gold(answer: str) -> str:
     return answer if "\\boxed" in answer or "$" in answer.replace("\\$", "") else f"\\boxed{{{answer}}}"
 
 
-def _serve_math() -> None:
-    """The child: a line [gold, completion] in, a line of answers out, until stdin ends.
+def _serve_math(seconds: int) -> None:
+    """The child: a line [gold, completion] in, a line of answers out, until stdin ends; a line that takes longer than `seconds` ends it.
 
     gold, found: whether there is an answer in either; right: whether they agree; error: a comparison that failed.
     """
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(stop, signal.SIG_IGN)  # sent to the whole group; the rank still wants its generation scored
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the kernel's default: end the process, whatever it computes
     import logging
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its timeouts are off
     from math_verify import parse, verify
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's default: end the process, whatever it computes
     for line in sys.stdin:
         gold, completion = json.loads(line)
-        signal.alarm(MATH_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time: a busy machine changes no verdict
         reply = {"gold": False, "right": False, "error": ""}
         target = parse(completion, parsing_timeout=None)  # [] where it fails: an answer that is no maths is wrong
         reply["found"] = bool(target)
@@ -171,7 +174,7 @@ def _serve_math() -> None:
                     verify(expected, target, timeout_seconds=None, raise_on_error=True))
             except Exception as error:
                 reply["error"] = one_line(error)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
 
 
@@ -273,9 +276,15 @@ def _finite(value, row: Row, name: str) -> float:
     if not isinstance(value, numbers.Real):
         raise UserError(f"reward {name} gave {str(value)[:60]!r} ({type(value).__name__}) for {row.source}; "
                         f"needs a number, or None for missing")
-    if math.isfinite(value) and abs(value) > LIMIT:
-        raise UserError(f"reward {name} gave {value:g} for {row.source}; needs a magnitude of at most 2^20; scale it")
-    return float(value) if math.isfinite(value) else math.nan
+    try:
+        reward = float(value)
+    except OverflowError:  # an integer, finite but beyond any float
+        reward = sys.float_info.max
+    if not math.isfinite(reward):
+        return math.nan
+    if abs(reward) > LIMIT:
+        raise UserError(f"reward {name} gave {reward:g} for {row.source}; needs a magnitude of at most 2^20; scale it")
+    return reward
 
 
 _BOXED = re.compile(r"\\boxed\s*\{")

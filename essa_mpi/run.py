@@ -160,6 +160,7 @@ class Recorder:
         self._parent = checkpoint["path"] if checkpoint else None
         self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed,
                                       model_hash=hash_model(config.model), hosts=" ".join(sorted(set(world.hosts))))
+        self._inode = os.stat(folder.path).st_ino
         self._warned = set()
         self._last_checkpoint = 0.0
 
@@ -195,6 +196,9 @@ class Recorder:
 
     def checkpoint(self) -> None:
         """The search and the history so far, then history.h5; both whole or not at all."""
+        if not self._folder.path.exists() or os.stat(self._folder.path).st_ino != self._inode:
+            raise UserError(f"{self._folder.path} was moved away while this run was writing to it: another run of the "
+                            f"same name was started; nothing was written into that one's folder")
         attributes = {**self._provenance, "metrics_bytes": self._metrics.offset, "samples_bytes": self._samples.offset}
         if self._parent:
             attributes["parent_checkpoint"] = self._parent
@@ -203,13 +207,17 @@ class Recorder:
             {"search": self._search.state(), "history": self.history.arrays()}, attributes,
             self._config.keep_checkpoints)
         self._parent = str(self._parent)
+        self.write_history()
+
+    def write_history(self) -> None:
         self.history.write(self._folder.history, self._provenance)
 
     def _progress(self, g: Generation, counts: dict) -> None:
         times = self.history.arrays()["times/seconds"]
         recent = float(np.median(times[-5:]))
         left = recent * (self._config.generations - g.number - 1)
-        parts = [f"generation {g.number + 1}/{self._config.generations}", f"fitness {np.mean(g.fitness):.3f}",
+        finite = g.fitness[np.isfinite(g.fitness)]
+        parts = [f"generation {g.number + 1}/{self._config.generations}", f"fitness {finite.mean():.3f}",
                  f"best {np.max(g.fitness):.3f}", f"sigma {g.sigma:.3g}"]
         if g.validation_rows:
             parts.append(f"mean on validation before it {g.validation:.3f}")
@@ -244,8 +252,7 @@ def _finish(world, config, prepared, folder, scorer, search, recorder) -> None:
     if world.rank != 0:
         return
     from .report import closing, summarise
-    if recorder and len(recorder.history) and not folder.history.exists():
-        recorder.checkpoint()
+    recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
     save_adapter(prepared.spectrum, search.mean, folder.adapter)
     summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout)
     write_json(folder.summary, summary)

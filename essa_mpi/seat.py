@@ -119,9 +119,10 @@ def take() -> Seat:
     cores = _bind([seats[r][2] for r in neighbours], local_rank)
     # One engine thread a core of ours, unless the user chose. Ranks that share a core take one each:
     # two OpenMP teams that spin on the same cores are a hundred times slower than two threads.
-    shared = local_size > os.cpu_count()
+    # As many on every rank, or BLAS would round the search differently on hosts with more cores a rank.
+    threads = thread_count(hosts, comm.allgather(cores))
     for name in _THREADS:
-        os.environ.setdefault(name, "1" if shared else str(len(cores)))
+        os.environ.setdefault(name, str(threads))
     return Seat(MPI, library, hosts, cpus, local_rank, local_size, cores, [])
 
 
@@ -145,6 +146,15 @@ def spread(affinities: list[list[int]], local_rank: int, machine: list[int]) -> 
         cores = machine
     each = len(cores) // len(affinities)
     return cores[local_rank * each:(local_rank + 1) * each] if each else cores
+
+
+def thread_count(hosts: list[str], cores: list[list[int]]) -> int:
+    """Threads of every rank: the fewest cores any has, or 1 if ranks of a host share cores. (size,) each."""
+    taken = {}
+    for host, some in zip(hosts, cores):
+        taken.setdefault(host, []).extend(some)
+    shared = any(len(set(all_cores)) < len(all_cores) for all_cores in taken.values())
+    return 1 if shared else min(map(len, cores))
 
 
 def _bind(affinities, local_rank):

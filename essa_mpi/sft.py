@@ -184,6 +184,8 @@ def _example(row: Row, tokenizer, config: Config, limit: float) -> tuple[list[in
     """(prompt ids, completion ids) of a row, the completion with the end-of-sequence token. Raises UserError."""
     text = row.completion
     if text is None:
+        if row.answer is None:
+            raise UserError(f"{row.source}: there is neither a completion nor an answer to learn; add one to the row")
         try:
             text = config.sft_template.format(answer=row.answer)
         except (KeyError, IndexError, ValueError, AttributeError) as error:

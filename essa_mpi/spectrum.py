@@ -25,6 +25,7 @@ from .config import UserError
 SEARCHED = ("q_proj", "k_proj", "v_proj", "o_proj")
 STATIC = ("gate_proj", "up_proj", "down_proj")   # kept as the warm start left them
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)   # vLLM's LoRAConfig
+PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")   # vLLM's PEFTHelper: the base stays as it was
 
 _TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+\.layers\.(?P<layer>\d+)\.\w+\.(?P<projection>\w+))"
                      r"\.lora_(?P<factor>[AB])(?:\.default)?\.weight$")
@@ -151,6 +152,7 @@ class Spectrum:
         """A hash of all that makes a candidate out of a search vector; compared between ranks at start."""
         h = hashlib.blake2b(digest_size=8)
         for p in self.projections:
+            h.update(f"{p.module} {p.scale!r} {p.searched}\n".encode())
             for array in (p.U_B, p.s_B, p.V_B, p.U_A, p.s_A, p.V_A):
                 h.update(np.ascontiguousarray(array).tobytes())
         return h.hexdigest()
@@ -168,10 +170,15 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, np.ndarray]]:
         raise UserError(f"adapter {folder}: adapter_config.json cannot be read: {error}") from None
     if config.get("peft_type") != "LORA":
         raise UserError(f"adapter {folder}: peft_type is {config.get('peft_type')}; only LORA is supported")
-    for key in ("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora"):
+    for key in ("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora", "layer_replication"):
         if config.get(key):
             raise UserError(f"adapter {folder}: {key} is set; it changes what a singular value means and "
                             f"is not supported: train a plain LoRA")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in PLAIN_INITS:
+        raise UserError(f"adapter {folder}: init_lora_weights = {init!r}: loading it moves the base model's weights, "
+                        f"which is not supported; convert it to a plain LoRA (peft: save_pretrained with "
+                        f"path_initial_model_for_weight_conversion)")
     if config.get("bias", "none") != "none" or config.get("modules_to_save"):
         raise UserError(f"adapter {folder}: it trains biases or whole modules (bias, modules_to_save), which a "
                         f"candidate cannot carry; train with bias='none' and no modules_to_save")
@@ -207,10 +214,13 @@ def _decompose(folder, module: str, f: dict, peft_config: dict, alpha: float) ->
         raise UserError(f"adapter {folder}: {module} has rank {rank} but its adapter_config says {nominal}")
     if rank > MAX_RANKS[-1]:
         raise UserError(f"adapter {folder}: rank {rank} is not supported by vLLM (at most {MAX_RANKS[-1]})")
+    if rank > min(f["A"].shape[1], f["B"].shape[0]):
+        raise UserError(f"adapter {folder}: {module} has rank {rank} but is {f['B'].shape[0]} x {f['A'].shape[1]}; "
+                        f"a factor has no more singular values than that: train with a lower rank")
     searched = searched_values(alpha, rank) if f["name"] in SEARCHED else 0
     if f["name"] in SEARCHED and searched == 0:
         raise UserError(f"config: alpha = {alpha}: floor(alpha x rank) is 0 for rank {rank}, so nothing would be "
-                        f"searched; use alpha >= {1 / rank:g}")
+                        f"searched; use alpha >= {math.ceil(1e4 / rank) / 1e4:g}")
     if not (np.isfinite(f["A"]).all() and np.isfinite(f["B"]).all()):
         raise UserError(f"adapter {folder}: {module} holds values that are not finite")
     # A (r x n) with r <= n; B (m x r) with r <= m: thin SVDs.

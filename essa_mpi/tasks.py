@@ -8,6 +8,10 @@ import difflib
 import hashlib
 import json
 import os
+import pickle
+import random
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,10 +79,7 @@ class Task:
         return order
 
     def digest(self) -> int:
-        """64 bits of all prompts, answers and completions: differs between ranks that read different rows.
-
-        A generator's rows can depend on more than its seed (the order of a set of strings, say).
-        """
+        """64 bits of all prompts, answers and completions: differs between ranks that read different rows."""
         sha = hashlib.sha256()
         for split in SPLITS:
             for row in getattr(self, split):
@@ -248,17 +249,32 @@ def _wrong_prompt(prompt, config: Config) -> str | None:
 
 
 def _generate(config: Config) -> list[Row]:
-    """The rows of a reasoning-gym generator; raises UserError."""
+    """The rows of a reasoning-gym generator; raises UserError.
+
+    Several generators (word_ladder, ransom_note, ...) walk through sets of strings, whose order
+    changes with every start of Python unless its hash seed is fixed, and that can only be done
+    from outside; list_functions draws from the global generator besides. So a child process with
+    both fixed makes the rows: the same on every rank and after a resume.
+    """
+    generator(config)  # refuses what is wrong with the config in better words than the child could
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve_rows; _serve_rows()"
+    child = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), capture_output=True,
+                           env={**os.environ, "PYTHONHASHSEED": "0"})
+    if child.returncode:
+        said = child.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"]
+        raise UserError(f"config: task = {config.task!r}: the generator failed: {said[-1]}; "
+                        f"change task_args = {config.task_args} or task_rows = {config.task_rows}")
+    return [Row(entry.pop("question"), entry.pop("answer"), entry, None, f"{config.task}[{index}]")
+            for index, entry in enumerate(pickle.loads(child.stdout))]
+
+
+def _serve_rows() -> None:
+    """The child: a pickled config on stdin, the generator's entries, pickled, on stdout."""
+    out, sys.stdout = sys.stdout, sys.stderr  # a generator that prints must not print in between
+    config = pickle.load(sys.stdin.buffer)
+    random.seed(config.split_seed)
     dataset = generator(config)
-    rows = []
-    try:
-        for index in range(len(dataset)):
-            entry = dict(dataset[index])
-            rows.append(Row(entry.pop("question"), entry.pop("answer"), entry, None, f"{config.task}[{index}]"))
-    except Exception as error:
-        raise UserError(f"config: task = {config.task!r}: the generator failed at row {len(rows)}: "
-                        f"{one_line(error)}; change task_args = {config.task_args}") from error
-    return rows
+    pickle.dump([dict(dataset[index]) for index in range(len(dataset))], out.buffer)
 
 
 def generator(config: Config):

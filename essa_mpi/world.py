@@ -33,6 +33,11 @@ def to_fixed(value: float) -> int:
     return round(Fraction(value) * (1 << FRACTION_BITS))
 
 
+def square(fixed: int) -> int:
+    """The square of a fixed-point number, in the same format; rounded down once."""
+    return fixed * fixed >> FRACTION_BITS
+
+
 @dataclass
 class Tile:
     """Rows [start, stop) of one arm (a candidate, or the mean): what is scored by one rank."""
@@ -57,8 +62,9 @@ class TileScore:
         if not np.isfinite(reward):
             self.missing += 1
             return
-        self.total += to_fixed(reward)
-        self.squares += to_fixed(reward * reward)
+        fixed = to_fixed(reward)
+        self.total += fixed
+        self.squares += square(fixed)    # of a float64 product little would be left once the mean is taken out
         self.rows += 1
         self.least = min(self.least, reward)
 
@@ -102,9 +108,9 @@ class ArmScore:
         n = self.rows + self.missing
         if self.rows == 0 or n < 2:
             return float("nan")
-        w = worst if self.missing else 0.0
-        total = Fraction(self.total + self.missing * to_fixed(w), 1 << FRACTION_BITS)
-        squares = Fraction(self.squares + self.missing * to_fixed(w * w), 1 << FRACTION_BITS)
+        w = to_fixed(worst) if self.missing else 0
+        total = Fraction(self.total + self.missing * w, 1 << FRACTION_BITS)
+        squares = Fraction(self.squares + self.missing * square(w), 1 << FRACTION_BITS)
         return float(max(squares - total * total / n, 0) / (n - 1) / n) ** 0.5
 
 
@@ -176,23 +182,30 @@ class World:
     def agree(self, error: BaseException | None) -> None:
         """Set-up only: if any rank failed, all leave together with one readable line.
 
-        Raises SystemExit(2) on every rank for a UserError, SystemExit(1) for anything else.
+        Raises Agreed(2) on every rank for a UserError, Agreed(1) for anything else.
         """
         text = None if error is None else (_one_line(error), isinstance(error, UserError))
         failed = [(r, t) for r, t in enumerate(self.comm.allgather(text)) if t is not None]
         if not failed:
             return
-        if error is not None and not isinstance(error, UserError):
-            traceback.print_exception(error, file=sys.stderr)   # into this rank's log once there is one
         rank, (line, user) = failed[0]
+        own_log = self.err is not sys.stderr      # else the terminal is everybody's: one traceback is enough
+        if error is not None and not isinstance(error, UserError) and (own_log or self.rank == rank):
+            traceback.print_exception(error, file=sys.stderr)
         where = f" (rank {rank} on {self.hosts[rank]})" if len(failed) < self.size else ""
         if self.rank == 0:
             print(f"essa_mpi: {line}{where}", file=self.err, flush=True)
-        raise SystemExit(2 if user else 1)
+        raise Agreed(2 if user else 1)
 
     def fail(self, error: BaseException) -> None:
         """End the whole job now, from any rank: one line, the traceback in a file, MPI_Abort."""
         code = 2 if isinstance(error, UserError) else 1
+        try:
+            self._report(error, code)
+        finally:    # also when nothing can be printed any more
+            self._mpi.COMM_WORLD.Abort(code)
+
+    def _report(self, error: BaseException, code: int) -> None:
         line = f"essa_mpi: rank {self.rank} on {self.hosts[self.rank]}: {_one_line(error)}"
         first = True
         if self.failure_file is not None:
@@ -212,12 +225,12 @@ class World:
             threading.Event().wait(2.0)   # let the one who speaks end the job
         sys.stdout.flush()
         sys.stderr.flush()
-        self._mpi.COMM_WORLD.Abort(code)
 
     def install_hooks(self) -> None:
         """An exception nobody caught, in any thread, ends the job instead of hanging the others."""
         sys.excepthook = lambda kind, error, trace: self.fail(error)
-        threading.excepthook = lambda args: self.fail(args.exc_value)
+        # SystemExit ends a thread, not the program.
+        threading.excepthook = lambda args: args.exc_type is SystemExit or self.fail(args.exc_value)
 
     def agree_equal(self, **things: str) -> None:
         """Set-up only: raise UserError on every rank if a thing (a hash, a text) is not the same on all."""
@@ -288,6 +301,10 @@ class World:
             "the search state differs between ranks, so their candidates would too; stopped before its scores "
             "were used: " + "; ".join(groups) + ". Run on equal CPUs with equal libraries, or set the same "
             "OPENBLAS_CORETYPE (e.g. Haswell) or MKL_CBWR=COMPATIBLE and the same OMP_NUM_THREADS on every rank")
+
+
+class Agreed(SystemExit):
+    """All ranks leave together with this exit code. Raised by `World.agree`, on every rank at once."""
 
 
 class DigestError(Exception):

@@ -130,7 +130,7 @@ def shared_basis_(out, h, cores, idx, u_t, rows):
 def merged_apply(weights, pristine, table, row_tiles, tiles, u_t, v_t, cores, stochastic, seed, vector):
     left = torch.empty_like(u_t)
     _call("essa_merged_apply", u_t.device, _at(row_tiles), len(row_tiles), layout.LEFT_ROWS, _at(tiles), len(tiles),
-          layout.MERGE_ROWS, layout.MERGE_COLUMNS, _at(table), _at(u_t), u_t.shape[1], _at(v_t), v_t.shape[1],
+          layout.merge_rows(vector), layout.MERGE_COLUMNS, _at(table), _at(u_t), u_t.shape[1], _at(v_t), v_t.shape[1],
           _at(cores), _at(left), u_t.shape[0], TYPES[weights[0].dtype], stochastic, seed % (1 << 64), vector)
 
 

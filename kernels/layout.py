@@ -5,8 +5,7 @@ import torch
 MAX_RANK = 32         # the paper's grid ends here; larger ranks run on the reference
 SLOT_VALUES = 2048    # rows x columns of one slot that a program of write_slots makes at a time
 SLOT_GROUP = 16       # candidates that it makes from the rows of U_B it holds
-MERGE_ROWS = 64       # tile of merged_apply
-MERGE_COLUMNS = 128
+MERGE_COLUMNS = 128   # columns of a tile of merged_apply
 LEFT_ROWS = 256       # tile of its first step, U_B C
 
 
@@ -18,6 +17,11 @@ def slot_width(rank, row_length):
     """
     width = 1 << max(rank - 1, 0).bit_length()
     return min(max(width, 8), row_length)
+
+
+def merge_rows(vector):
+    """Rows of a tile of merged_apply: fewer where odd sizes need an address an element."""
+    return 64 if vector else 16
 
 
 def slot_rows(width):

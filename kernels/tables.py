@@ -169,7 +169,7 @@ class MergeTable:
         self._table = torch.tensor(rows, dtype=torch.int64, device=device)
         heights, widths = [r[4] for r in rows], [r[5] for r in rows]
         self._row_tiles = layout.tiles(heights, layout.LEFT_ROWS).to(device)
-        self._tiles = layout.tiles(heights, layout.MERGE_ROWS, widths, layout.MERGE_COLUMNS).to(device)
+        self._tiles = layout.tiles(heights, layout.merge_rows(self._vector), widths, layout.MERGE_COLUMNS).to(device)
 
     def apply(self, cores: Tensor, rounding: str = "nearest", seed: int = 0) -> None:
         """Put the candidate with these cores into the weights.

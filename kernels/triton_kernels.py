@@ -344,7 +344,7 @@ def merged_apply(weights, pristine, table, row_tiles, tiles, u_t, v_t, cores, st
         num_warps=4, enable_fp_fusion=True)
     merged_kernel[(tiles.shape[0],)](
         tiles, table, left, v_t, u_t.shape[1], v_t.shape[1], _word(seed), _word(seed >> 32),
-        RANK=rank, ROWS=layout.MERGE_ROWS, COLUMNS=layout.MERGE_COLUMNS, DTYPE=DTYPES[weights[0].dtype],
+        RANK=rank, ROWS=layout.merge_rows(vector), COLUMNS=layout.MERGE_COLUMNS, DTYPE=DTYPES[weights[0].dtype],
         VECTOR=vector, STOCHASTIC=stochastic, num_warps=8, enable_fp_fusion=True)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import pytest_mpi
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,9 +71,10 @@ class Job:
         activate = Path(sys.prefix) / "bin/activate"
         if activate.is_file():
             command = ["bash", "-c", '. "$0" && exec "$@"', str(activate), *command]
-        # A launcher's variables would make the new job believe it is part of ours.
+        # A launcher's variables would make the new job believe it is part of ours; unbuffered, the ranks'
+        # lines come in pieces that mpirun mixes.
         clean = {k: v for k, v in os.environ.items()
-                 if not k.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "MPI_LOCAL"))}
+                 if not k.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "MPI_LOCAL", "PYTHONUNBUFFERED"))}
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._n, self._began = n, time.monotonic()
         self.process = subprocess.Popen(
@@ -86,11 +88,13 @@ class Job:
         try:
             rc = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            rc = None
             self.kill()
-            out, err = self.output()
+        out, err = self.output()
+        if rc is None:
             pytest.fail(f"mpirun -n {self._n} did not end in {timeout} s\n--- stdout\n{out[-4000:]}\n"
-                        f"--- stderr\n{err[-4000:]}")
-        return Outcome(rc, *self.output(), time.monotonic() - self._began)
+                        f"--- stderr\n{err[-4000:]}", pytrace=False)
+        return Outcome(rc, out, err, time.monotonic() - self._began)
 
     def output(self) -> tuple[str, str]:
         """(stdout, stderr) so far."""
@@ -221,6 +225,7 @@ def pytest_runtest_protocol(item):
                                     f"still in it: ending the job")
                 sys.__stdout__.flush()
                 comm.Abort(1)
+                time.sleep(60)      # MPICH's returns and leaves the rest to mpirun
             time.sleep(0.001)
     return result
 
@@ -235,6 +240,11 @@ def _note(test: str, outcome: str) -> None:
     if _log is not None:
         _log.write(json.dumps([test, outcome]) + "\n")
         _log.flush()
+
+
+# Twenty lines on the MPI library at the end of every stage, for every rank.
+if hasattr(pytest_mpi.MPIPlugin, "pytest_terminal_summary"):
+    del pytest_mpi.MPIPlugin.pytest_terminal_summary
 
 
 def pytest_configure(config):

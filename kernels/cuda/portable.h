@@ -14,6 +14,7 @@
 #include <cuda_runtime.h>
 
 #define ESSA_DEVICE __device__ __forceinline__
+#define ESSA_HOST_DEVICE __host__ __device__ __forceinline__
 #define ESSA_KERNEL(threads) __global__ void __launch_bounds__(threads)
 #define ESSA_UNROLL _Pragma("unroll")
 #define ESSA_NO_UNROLL _Pragma("unroll 1")
@@ -62,6 +63,7 @@ ESSA_DEVICE void add_to_total(uint64_t* total, uint64_t value) {
 #include <cmath>
 
 #define ESSA_DEVICE static inline
+#define ESSA_HOST_DEVICE static inline
 #define ESSA_KERNEL(threads) static void
 #define ESSA_UNROLL
 #define ESSA_NO_UNROLL

@@ -34,7 +34,7 @@ ESSA_KERNEL(128) core_step_kernel(BasisArguments p, float* g) {
 // Every thread of the warp makes all of h core^T for itself: r^2 products against the r x 8 x CHUNKS that
 // follow, and no second launch. A token's sum has one fixed order, whatever else is in the batch.
 enum { CHUNKS = 2, WARP_COLUMNS = CHUNKS * 32 * 8 };
-ESSA_DEVICE constexpr int tiles_of(int rows) { return (rows + WARP_COLUMNS - 1) / WARP_COLUMNS; }
+ESSA_HOST_DEVICE int tiles_of(int rows) { return (rows + WARP_COLUMNS - 1) / WARP_COLUMNS; }
 
 template <int RANK, int TYPE, bool VECTOR>
 ESSA_KERNEL(128) expand_kernel(BasisArguments p) {
@@ -95,12 +95,11 @@ ESSA_KERNEL(128) expand_kernel(BasisArguments p) {
     }
 }
 
-template <int RANK, int TYPE>
-static int launch_expand(const BasisArguments& p, int vector, void* stream) {
+template <int RANK, int TYPE, bool VECTOR>
+static int launch_expand(const BasisArguments& p, void* stream) {
     int tiles = 0;
-    for (int rows : p.rows) tiles += (rows + WARP_COLUMNS - 1) / WARP_COLUMNS;
-    if (vector) ESSA_LAUNCH((expand_kernel<RANK, TYPE, true>), p.tokens, (tiles + 3) / 4, 128, stream, p);
-    else ESSA_LAUNCH((expand_kernel<RANK, TYPE, false>), p.tokens, (tiles + 3) / 4, 128, stream, p);
+    for (int rows : p.rows) tiles += tiles_of(rows);
+    ESSA_LAUNCH((expand_kernel<RANK, TYPE, VECTOR>), p.tokens, (tiles + 3) / 4, 128, stream, p);
     return launch_status();
 }
 
@@ -120,11 +119,13 @@ ESSA_API int essa_expand(void* out, int64_t out_stride, int32_t type, const void
                          int32_t rows_0, int32_t rows_1, int32_t rows_2, int32_t vector, void* stream) {
     const BasisArguments p = {out, h, cores, idx, u_t, out_stride, h_t, h_s, tokens, candidates, slices, rank,
                               {rows_0, rows_1, rows_2}, h_type, u_type, idx_is_64};
+    if (rank < 1 || rank > 32) return -1;
     ESSA_FOR_TYPE(type, {
-        if (rank <= 2) return launch_expand<2, TYPE>(p, vector, stream);
-        if (rank <= 8) return launch_expand<8, TYPE>(p, vector, stream);
-        if (rank <= 16) return launch_expand<16, TYPE>(p, vector, stream);
-        if (rank <= 32) return launch_expand<32, TYPE>(p, vector, stream);
+        if (!vector) return launch_expand<32, TYPE, false>(p, stream);
+        if (rank <= 2) return launch_expand<2, TYPE, true>(p, stream);
+        if (rank <= 8) return launch_expand<8, TYPE, true>(p, stream);
+        if (rank <= 16) return launch_expand<16, TYPE, true>(p, stream);
+        return launch_expand<32, TYPE, true>(p, stream);
     })
     return -1;
 }

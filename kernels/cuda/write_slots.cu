@@ -88,12 +88,11 @@ ESSA_KERNEL(128) write_slots_kernel(SlotArguments p) {
     }
 }
 
-template <int RANK, int TYPE>
-static int launch_write_slots(const SlotArguments& p, int tiles, int vector, void* stream) {
-    const int groups = (p.candidates + p.group - 1) / p.group;
-    constexpr int COPIES = 2;   // rows a thread holds: reuses each load of M, and fits without spilling
-    if (vector) ESSA_LAUNCH((write_slots_kernel<RANK, COPIES, TYPE, true>), tiles, groups, 128, stream, p);
-    else ESSA_LAUNCH((write_slots_kernel<RANK, 1, TYPE, false>), tiles, groups, 128, stream, p);
+template <int RANK, int TYPE, bool VECTOR>
+static int launch_write_slots(const SlotArguments& p, int tiles, void* stream) {
+    constexpr int COPIES = VECTOR ? 2 : 1;   // rows a thread holds: reuses each load of M, and fits without spilling
+    ESSA_LAUNCH((write_slots_kernel<RANK, COPIES, TYPE, VECTOR>), tiles, (p.candidates + p.group - 1) / p.group, 128,
+                stream, p);
     return launch_status();
 }
 
@@ -104,11 +103,14 @@ ESSA_API int essa_write_slots(const int64_t* table, const int32_t* tiles, int32_
                               int32_t tile_rows, int32_t group, int32_t type, int32_t vector, void* stream) {
     const SlotArguments p = {table, tiles, u_t, m, s_a, s_b, d_a, d_b, slot_ids, a_k, a_p, b_k, b_p, total_rows,
                              candidates, rank, width, tile_rows, group};
+    if (rank < 1 || rank > 32) return -1;
     ESSA_FOR_TYPE(type, {
-        if (rank <= 2) return launch_write_slots<2, TYPE>(p, tile_count, vector, stream);
-        if (rank <= 8) return launch_write_slots<8, TYPE>(p, tile_count, vector, stream);
-        if (rank <= 16) return launch_write_slots<16, TYPE>(p, tile_count, vector, stream);
-        if (rank <= 32) return launch_write_slots<32, TYPE>(p, tile_count, vector, stream);
+        if (!vector && rank <= 2) return launch_write_slots<2, TYPE, false>(p, tile_count, stream);
+        if (!vector) return launch_write_slots<32, TYPE, false>(p, tile_count, stream);
+        if (rank <= 2) return launch_write_slots<2, TYPE, true>(p, tile_count, stream);
+        if (rank <= 8) return launch_write_slots<8, TYPE, true>(p, tile_count, stream);
+        if (rank <= 16) return launch_write_slots<16, TYPE, true>(p, tile_count, stream);
+        return launch_write_slots<32, TYPE, true>(p, tile_count, stream);
     })
     return -1;
 }

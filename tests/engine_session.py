@@ -1,0 +1,201 @@
+"""An Engine in a process of its own, for tests: vLLM cannot free an engine within its process.
+
+`EngineSession` is the tests' end; run as a script this file is the other, which starts the
+engine it is told to and answers calls until the tests' end goes away.
+"""
+
+import dataclasses
+import hashlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class EngineSession:
+    """Looks like essa_mpi.engine.Engine, plus `call(name, ...)` of the methods of `Served` below.
+
+    table: keys of essa_mpi.config.Config. slot_order: adapter k is registered in LoRA slot
+    slot_order[k], instead of in the first that is free. Use as a context manager.
+    """
+
+    def __init__(self, table: dict, slot_order: list[int] | None = None, timeout: float = 300):
+        self._timeout = timeout
+        self._log = tempfile.TemporaryFile()
+        self._connection, theirs = multiprocessing.Pipe()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_", "OMPI_"))}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())], pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, cwd=ROOT,
+            env={**environment, "OMP_NUM_THREADS": "1"})
+        theirs.close()
+        try:
+            about = self.call("start", table, slot_order)
+        except BaseException:
+            self.close()
+            raise
+        self.capacity, self.max_model_len = about["capacity"], about["max_model_len"]
+        self.block_size, self.prefix_caching = about["block_size"], about["prefix_caching"]
+        self.seconds = {"place": 0.0, "generate": 0.0}
+
+    def call(self, name: str, *args):
+        """Served.<name>(*args) over there: its result, or its exception."""
+        try:
+            self._connection.send((name, args))
+            if not self._connection.poll(self._timeout):
+                raise RuntimeError(f"no answer to {name} in {self._timeout} s")
+            outcome, value = self._connection.recv()
+        except (EOFError, OSError, RuntimeError) as error:
+            log = os.pread(self._log.fileno(), 2**20, 0).decode(errors="replace")
+            raise RuntimeError(f"the engine's process failed in {name}: {error!r}\n{log[-6000:]}") from error
+        if outcome == "error":
+            raise value
+        return value
+
+    def place(self, vectors):
+        self.call("place", vectors)
+
+    def generate(self, requests):
+        return self.call("generate", requests)
+
+    def reset_clock(self):
+        pass
+
+    def close(self):
+        self._connection.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(20)
+        self._log.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+
+class Served:
+    """What can be called over there."""
+
+    def start(self, table, slot_order):
+        """Start the engine as `run` would."""
+        from essa_mpi.config import make
+        from essa_mpi.engine import Engine
+        from essa_mpi.spectrum import Spectrum
+        if slot_order:
+            _register_in(slot_order)
+        config = make({"name": "test", "task": "none", **table})
+        self.engine = Engine(config, Spectrum.load(config.adapter, config.alpha, config.offsets == "relative"))
+        self.llm = self.engine._llm
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        return {"capacity": self.engine.capacity, "max_model_len": self.engine.max_model_len,
+                "block_size": cache.block_size, "prefix_caching": bool(cache.enable_prefix_caching)}
+
+    def place(self, vectors):
+        self.engine.place(vectors)
+
+    def generate(self, requests):
+        return self.engine.generate(requests)
+
+    def configure(self, changes):
+        """Change keys that `generate` reads, such as max_tokens."""
+        self.engine._config = dataclasses.replace(self.engine._config, **changes)
+
+    def keep_prefix_cache(self, keep):
+        """True: `reset_prefix_cache` does nothing from now on; False: it works again."""
+        if keep:
+            self.llm.reset_prefix_cache = lambda *args, **kwargs: True
+        else:
+            del self.llm.reset_prefix_cache
+
+    def slot_table(self):
+        """(the adapter id in each of vLLM's slots, the slot that each candidate is written to)."""
+        worker = self._worker()
+        return list(worker.model_runner.lora_manager._adapter_manager.lora_index_to_id), list(worker._essa_slot)
+
+    def slot_bits(self):
+        """A digest of everything in each of vLLM's LoRA slots, A and B of all layers."""
+        worker = self._worker()
+        manager = worker.model_runner.lora_manager._adapter_manager
+        digests = [hashlib.blake2b(digest_size=8) for _ in manager.lora_index_to_id]
+        for name in sorted(manager.modules):
+            layer = manager.modules[name]
+            for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+                for digest, tensor in zip(digests, stacked):
+                    digest.update(_bytes(tensor))
+        return [digest.hexdigest() for digest in digests]
+
+    def weight_bits(self):
+        """Layer name -> digest of its weight as the layer applies it (merged)."""
+        return {name: hashlib.blake2b(_bytes(weight), digest_size=8).hexdigest()
+                for name, weight in self._weights().items()}
+
+    def weights(self, name):
+        """The weight of a fused layer as it applies it, float32 numpy (m, n)."""
+        return self._weights([name])[name].float().numpy()
+
+    def _weights(self, names=None):
+        from essa_mpi.placement import _recover_weight
+        modules = dict(self._worker().model_runner.get_model().named_modules())
+        if names is None:
+            names = sorted(name for name in modules if name.endswith(("_proj",)))
+        return {name: _recover_weight(modules[name]) for name in names}
+
+    def _worker(self):
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def _bytes(tensor) -> bytes:
+    import torch
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _register_in(order):
+    """Make vLLM put adapter k + 1 into slot order[k]: it takes the first that is free."""
+    from vllm.lora.model_manager import LoRAModelManager
+    original = LoRAModelManager.activate_adapter
+
+    def activate(self, lora_id):
+        taken = [i for i, there in enumerate(self.lora_index_to_id) if there is None and i != order[lora_id - 1]]
+        for i in taken:
+            self.lora_index_to_id[i] = -1
+        try:
+            return original(self, lora_id)
+        finally:
+            for i in taken:
+                self.lora_index_to_id[i] = None
+    LoRAModelManager.activate_adapter = activate
+
+
+def _serve(connection):
+    sys.path.insert(0, str(ROOT))
+    from essa_mpi.engine_environment import set_environment
+    set_environment(0)
+    served = Served()
+    while True:
+        try:
+            name, args = connection.recv()
+        except EOFError:
+            os._exit(0)     # vLLM's own ending takes seconds
+        try:
+            answer = ("value", getattr(served, name)(*args))
+        except Exception as error:
+            import traceback
+            traceback.print_exc()
+            answer = ("error", error)
+        try:
+            connection.send(answer)
+        except Exception as error:      # an answer that does not pickle
+            connection.send(("error", RuntimeError(f"{name}: {answer[1]!r}: {error}")))
+
+
+if __name__ == "__main__":
+    from multiprocessing.connection import Connection
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,102 @@
+"""The CUDA half without a GPU: nvcc compiles it, nothing spills, and the library loads and says what it is.
+
+Its arithmetic is checked in test_kernels.py, where g++ compiles the same source (`cuda-on-host`).
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from essa_mpi.kernels import build, cuda_kernels, dispatch  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc: the CUDA half cannot be compiled here")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)])
+def test_nvcc_compiles_without_spills(capability, tmp_path):
+    if not build.supported(build.find_nvcc(), [capability]):
+        pytest.skip(f"this nvcc does not know sm_{capability}")
+    library, report = build.build([capability], tmp_path / "libessa_kernels.so")
+    kernels = re.findall(r"Function properties for (\S+)", report)
+    assert len(kernels) >= 40, report[-2000:]
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert spills and all(set(s) == {"0"} for s in spills), report
+    # It links no torch and needs no driver: it loads here, and knows that it is not for CPU tensors.
+    loaded = cuda_kernels.load(library)
+    assert loaded.essa_for_gpu() == 1
+    import torch
+    with dispatch.forced("cuda"), pytest.raises(RuntimeError, match="built for the GPU"):
+        dispatch.checksum(torch.zeros(8))
+    cuda_kernels.unload()
+
+
+@needs_nvcc
+def test_the_generator_is_never_fused(tmp_path):
+    ptx = tmp_path / "normals.ptx"
+    capability = build.supported(build.find_nvcc(), build.ARCHITECTURES)[0]
+    subprocess.run([build.find_nvcc(), "-O3", "-std=c++17", "-ptx", f"-arch=compute_{capability}",
+                    build.SOURCES / "normals.cu", "-o", ptx], check=True)
+    text = ptx.read_text()
+    assert "fma.rn.f64" not in text
+    assert "mul.rn.f64" in text and "add.rn.f64" in text and "div.rn.f64" in text and "sqrt.rn.f64" in text
+
+
+@needs_nvcc
+def test_slots_are_stored_16_bytes_at_a_time(tmp_path):
+    ptx = tmp_path / "write_slots.ptx"
+    capability = build.supported(build.find_nvcc(), build.ARCHITECTURES)[0]
+    subprocess.run([build.find_nvcc(), "-O3", "-std=c++17", "-ptx", f"-arch=compute_{capability}",
+                    build.SOURCES / "write_slots.cu", "-o", ptx], check=True)
+    kernels = re.findall(r"\.entry (\w*write_slots_kernelI\w+)\((.*?)\n}", ptx.read_text(), re.S)
+    assert kernels
+    for name, body in kernels:
+        stores = re.findall(r"st\.global\.(\S+)", body)
+        vector = "Lb1E" in name   # the template's last argument
+        assert stores and all(s.startswith("v4.") == vector for s in stores), (name, stores)
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
+    try:
+        library = build.build_host(tmp_path / "libessa_host.so")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    cuda_kernels.load(library)
+    monkeypatch.setattr(build, "source_digest", lambda: "another")
+    with pytest.raises(RuntimeError, match="built from other sources; build it again: python -m essa_mpi.kernels.build"):
+        cuda_kernels.load(library)
+    cuda_kernels.unload()
+
+
+def test_build_says_in_one_line_that_nvcc_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    assert build.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "CUDA kernels not built" in out and "Triton" in out
+
+
+def test_without_a_library_the_reason_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("ESSA_MPI_KERNELS_BUILD", str(tmp_path))
+    cuda_kernels.unload()
+    assert not cuda_kernels.available()
+    assert "python -m essa_mpi.kernels.build" in cuda_kernels.why_not()
+    cuda_kernels.unload()
+
+
+def test_imports_without_triton_and_without_shadowing_anything():
+    """The CPU install has no triton; and from the repository root `kernels` is not this folder's business."""
+    code = ("import sys; sys.modules['triton'] = None\n"
+            "import torch\n"
+            "from essa_mpi.kernels import dispatch, tables, build, cuda_kernels\n"
+            "print(int(dispatch.checksum(torch.zeros(3))))\n"
+            "import importlib.util\n"
+            "spec = importlib.util.find_spec('kernels')\n"
+            "assert spec is None or spec.origin is None or 'site-packages' in spec.origin, spec\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

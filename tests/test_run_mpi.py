@@ -1,0 +1,477 @@
+"""Whole runs under mpirun, the engine replaced (deterministic_run.py): what they send, how they end, kill and resume."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import ROOT, Mpirun
+from deterministic_run import write_adapter, write_run
+from essa_mpi.runfile import read_history, read_json_lines
+from essa_mpi.world import HEADER, TILE_WORDS, share
+
+SCRIPT = ROOT / "tests/deterministic_run.py"
+PATIENCE = 240      # seconds, for a crowded machine; what hangs takes longer
+GENERATIONS = 6
+# Some rows without a score, as in life: two of candidate 1, and one of all candidates.
+GAPS = ("--fault", json.dumps({"kind": "nan", "candidates": [1], "rows": [0, 1, 2, 3, 4, 5, 6]}),
+        "--fault", json.dumps({"kind": "nan", "rows": [9], "value": "inf"}))
+
+
+def fault(kind, **more):
+    return ("--fault", json.dumps({"kind": kind, **more}))
+
+
+def sets(**keys):
+    return [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_run(tmp_path, generations=GENERATIONS)
+    return tmp_path
+
+
+def start(mpirun, n, folder, *arguments):
+    return mpirun.start(n, SCRIPT, "config.toml", *arguments, cwd=folder)
+
+
+def run(mpirun, n, folder, *arguments, rc=0):
+    outcome = start(mpirun, n, folder, *arguments).wait(PATIENCE)
+    assert outcome.rc == rc, f"exit code {outcome.rc}\n{outcome.stdout[-3000:]}\n{outcome.stderr[-3000:]}"
+    return outcome
+
+
+def told(outcome) -> str:
+    """The one line an error is told in."""
+    line, = [line for line in (outcome.stdout + outcome.stderr).splitlines() if "essa_mpi:" in line]
+    assert line.startswith("essa_mpi:") and line in outcome.stderr
+    return line
+
+
+def history(folder, name="run") -> dict:
+    """Every dataset outside times/, as bits."""
+    arrays, _ = read_history(folder / f"runs/{name}/history.h5")
+    return {key: (array.dtype.str, array.shape, array.tobytes()) for key, array in arrays.items()
+            if not key.startswith("times/")}
+
+
+def logs(folder, name="run"):
+    """(metrics, samples) without what depends on time or the number of ranks."""
+    metrics = read_json_lines(folder / f"runs/{name}/metrics.jsonl")
+    for line in metrics:
+        del line["seconds"], line["ranks"], line["bytes_sent_per_rank"]
+    return metrics, read_json_lines(folder / f"runs/{name}/samples.jsonl")
+
+
+def assert_same_run(folder, expected):
+    assert history(folder) == history(expected)
+    metrics, samples = logs(folder)
+    assert [line["generation"] for line in metrics] == list(range(GENERATIONS))
+    assert [line["generation"] for line in samples] == [g for g in range(GENERATIONS) for _ in range(3)]
+    assert (metrics, samples) == logs(expected)
+    for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+        assert (folder / "runs/run" / file).read_bytes() == (expected / "runs/run" / file).read_bytes()
+    summary = json.loads((folder / "runs/run/summary.json").read_text())
+    assert summary["generations"] == GENERATIONS
+    return summary
+
+
+@pytest.fixture(scope="module", params=["cma", "sep"])
+def uninterrupted(request, tmp_path_factory):
+    """A run of one rank that nothing happens to: (folder, keys of the config it had)."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    keys = {"search": request.param, "heldout_rows": 3}
+    write_run(folder, generations=GENERATIONS, **keys)
+    runs = Mpirun()
+    try:
+        run(runs, 1, folder, *GAPS)
+    finally:
+        runs.close()
+    return folder, keys
+
+
+def again(uninterrupted, folder, **keys):
+    """The same run's files in `folder`; paths are part of the config, so they stay."""
+    shutil.copy(uninterrupted[0] / "config.toml", folder / "config.toml")
+
+
+# -- the same history on any number of ranks ------------------------------------------------------
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_history_is_the_same_on_any_number_of_ranks(mpirun, uninterrupted, tmp_path, n):
+    again(uninterrupted, tmp_path)
+    run(mpirun, n, tmp_path, *GAPS)
+    summary = assert_same_run(tmp_path, uninterrupted[0])
+    assert summary["ranks"] == n
+    assert summary["heldout"] == json.loads((uninterrupted[0] / "runs/run/summary.json").read_text())["heldout"]
+
+
+def test_more_ranks_than_candidates(mpirun, tmp_path):
+    """3 candidates x 2 rows on 4 ranks, and a mean that is validated on 5."""
+    write_run(tmp_path, population=3, batch=2, generations=3)
+    run(mpirun, 4, tmp_path)
+    run(mpirun, 1, tmp_path)
+    assert history(tmp_path, "run") == history(tmp_path, "run.1")
+
+
+# -- what is sent ------------------------------------------------------------------------------------
+
+# Local by the MPI standard: they move no data and wait for nobody.
+LOCAL = re.compile(r"MPI_(Comm_(size|rank|test_inter|get_\w+|set_\w+|free_keyval|create_keyval|remote_size|call_errhandler)"
+                   r"|Type_\w+|Get_(count|elements|version|library_version|processor_name|address)\w*|Initialized"
+                   r"|Finalized|Is_thread_main|Query_thread|Op_\w+|Error_\w+|Group_\w+|Errhandler_\w+|Info_\w+|Attr_\w+"
+                   r"|Win_(create|free)_keyval|Add_error_\w+|Status_\w+)$")
+
+
+@pytest.fixture(scope="module")
+def interposer(tmp_path_factory):
+    """A library that counts the calls of every MPI function (through PMPI) and writes them down at MPI_Finalize."""
+    if not (shutil.which("mpicc") or (Path(sys.prefix) / "bin/mpicc").exists()):
+        pytest.skip("needs mpicc and a C compiler; the communicator is counted all the same, see below")
+    mpicc = shutil.which("mpicc") or str(Path(sys.prefix) / "bin/mpicc")
+    folder = tmp_path_factory.mktemp("pmpi")
+    (folder / "empty.c").write_text("#include <mpi.h>\n")
+    header = subprocess.run([mpicc, "-E", "-P", folder / "empty.c"], capture_output=True, text=True)
+    if header.returncode:
+        pytest.skip(f"mpicc does not work: {header.stderr[-300:]}")
+    seen, code = set(), []
+    for name, parameters in re.findall(r"\bint\s+(MPI_\w+)\s*\(([^()]*)\)", header.stdout):
+        parameters = " ".join(parameters.split())
+        if name in seen or "..." in parameters or name == "MPI_Finalize":
+            continue
+        words = [] if parameters in ("", "void") else [
+            re.sub(r"\[[^\]]*\]", "", p).strip() for p in parameters.split(",")]
+        arguments = [re.search(r"(\w+)$", word)[1] for word in words]
+        seen.add(name)
+        code.append(f"int {name}({parameters}) {{ static long n; essa_count(\"{name}\", &n); "
+                    f"return P{name}({', '.join(arguments)}); }}")
+    assert {"MPI_Allgather", "MPI_Send", "MPI_Isend", "MPI_Barrier", "MPI_Bcast", "MPI_Allgatherv", "MPI_Allreduce",
+            "MPI_Comm_split", "MPI_Put", "MPI_Iprobe"} <= seen
+    (folder / "count.c").write_text("""
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+static struct { const char *name; long *n; } seen[4096];
+static int functions;
+static void essa_count(const char *name, long *n) {
+    if (*n == 0) { seen[functions].name = name; seen[functions++].n = n; }
+    ++*n;
+}
+int MPI_Finalize(void) {
+    int rank; char path[4096];
+    PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    snprintf(path, sizeof path, "%s.%d", getenv("ESSA_COUNTS"), rank);
+    FILE *f = fopen(path, "w");
+    for (int i = 0; i < functions; i++) fprintf(f, "%s %ld\\n", seen[i].name, *seen[i].n);
+    fclose(f);
+    return PMPI_Finalize();
+}
+""" + "\n".join(code))
+    built = subprocess.run([mpicc, "-shared", "-fPIC", "-O1", "-w", "-o", folder / "count.so", folder / "count.c"],
+                           capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    return folder / "count.so"
+
+
+def pmpi_counts(mpirun, n, folder, interposer, generations, *arguments):
+    """name -> calls of each rank, local functions left out; MPI_X_c (large counts) is MPI_X."""
+    files = folder / f"counts{generations}"
+    job = mpirun.start(n, SCRIPT, "config.toml", "--preload", interposer, *sets(generations=generations), *arguments,
+                       cwd=folder, env={"ESSA_COUNTS": files})
+    outcome = job.wait(PATIENCE)
+    assert outcome.rc == 0, outcome.stderr[-3000:]
+    counts = []
+    for rank in range(n):
+        counts.append({})
+        for line in (folder / f"counts{generations}.{rank}").read_text().splitlines():
+            name, calls = line.split()
+            if not LOCAL.match(name):
+                name = name.removesuffix("_c")
+                counts[-1][name] = counts[-1].get(name, 0) + int(calls)
+    return counts
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_allgather_a_generation_and_no_other_communication(mpirun, folder, interposer, n):
+    """Counted below mpi4py, at the MPI library, for all MPI functions there are."""
+    short = pmpi_counts(mpirun, n, folder, interposer, 4)
+    long = pmpi_counts(mpirun, n, folder, interposer, 9)
+    for few, many in zip(short, long):
+        assert few["MPI_Allgather"] >= 5, "the library was not asked: mpi4py did not call through it"
+        more = {name: many.get(name, 0) - few.get(name, 0) for name in many.keys() | few.keys()}
+        assert {name: calls for name, calls in more.items() if calls} == {"MPI_Allgather": 5}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_allgather_a_generation_of_one_size(mpirun, tmp_path, n):
+    """Counted at the communicator, with the bytes; also where there is no compiler."""
+    counted = {}
+    for name, keys in {"short": {"generations": 4}, "long": {"generations": 9},
+                       "many values": {"generations": 4, "adapter": "big"}, "other rewards": {"generations": 4, "seed": 8}}.items():
+        folder = tmp_path / name.replace(" ", "-")
+        write_run(folder, validation_every=0, **{**keys, "adapter": str(folder / "adapter")})
+        if name == "many values":
+            shutil.rmtree(folder / "adapter")
+            write_adapter(folder / "adapter", rank=4)
+        out = run(mpirun, n, folder, "--count", folder / "count.json").stdout
+        assert ("64 singular values" if name == "many values" else "32 singular values") in out
+        counted[name] = json.loads((folder / "count.json").read_text())
+        most = max(len(share([5] * 7, r, n)) for r in range(n))
+        size = 8 * (len(HEADER) + TILE_WORDS * most)
+        assert counted[name]["sent"] == [size] * keys["generations"] + [8 * len(HEADER)]
+        assert {line["bytes_sent_per_rank"] for line in read_json_lines(folder / "runs/run/metrics.jsonl")} == {size}
+    few, many = counted["short"]["calls"], counted["long"]["calls"]
+    assert few["Allgather"] == 5 and many == {**few, "Allgather": 10}
+    assert set(few) <= {"allgather", "bcast", "Allgather"}          # the first two in set-up
+
+
+# -- states that differ --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("after, told_by", [(2, "the next all-gather"), (GENERATIONS - 1, "the closing check")])
+def test_a_flipped_bit_stops_the_run(mpirun, folder, after, told_by):
+    outcome = run(mpirun, 3, folder, *fault("flip", rank=1, generation=after), rc=1)
+    line = told(outcome)
+    assert re.search(r"[0-9a-f]{16} on ranks 0,2 \([^;]+; [^)]+\)", line) and re.search(r"[0-9a-f]{16} on ranks 1 \(", line)
+    host = os.uname().nodename
+    assert host in line and "OPENBLAS_CORETYPE" in line and "OMP_NUM_THREADS" in line
+    done = [m["generation"] for m in read_json_lines(folder / "runs/run/metrics.jsonl")]
+    assert done == list(range(after + 1)), "the scores that came with the other digest were used"
+    assert not (folder / "runs/run/summary.json").exists() and not (folder / "runs/run/adapter").exists()
+
+
+# -- errors --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n, faults, rc, says", [
+    (3, fault("raise", rank=1, generation=2), 1, r"rank 1 on \S+: RuntimeError: a fault over two lines \(traceback in"),
+    (3, fault("raise", rank=0, generation=0), 1, r"rank 0 on \S+: RuntimeError: a fault"),
+    (3, fault("raise", generation=2), 1, r"rank \d on \S+: RuntimeError: a fault"),
+    (2, fault("raise_user", generation=1), 2, r"rank \d on \S+: reward x raised on rows.jsonl:7$"),
+    (2, fault("raise_user", rank=1, generation=1), 2, r"rank 1 on \S+: reward x raised on rows.jsonl:7$"),
+    (2, fault("thread", rank=1, generation=1) + fault("hang", rank=1, generation=1), 1,
+     r"rank 1 on \S+: RuntimeError: a fault in a thread"),
+    (2, fault("exit", rank=1, generation=1), 1, r"rank 1 on \S+: SystemExit"),
+    (2, fault("exit"), 1, r"rank \d on \S+: SystemExit"),
+    (2, fault("interrupt", rank=1, generation=1), 1, r"rank 1 on \S+: KeyboardInterrupt"),
+    (3, fault("setup", rank=2), 1, r"rank 2 on \S+: RuntimeError: a fault in set-up"),
+    (3, fault("prepare", rank=1), 1, r"RuntimeError: a fault in set-up \(rank 1 on \S+\)$"),
+    (3, fault("prepare"), 1, r"RuntimeError: a fault in set-up$"),
+    (3, fault("prepare_user", rank=1), 2, r"a fault in set-up \(rank 1 on \S+\)$"),
+    (3, fault("prepare_user"), 2, r"a fault in set-up$"),
+    (3, fault("nan", generation=3), 1, r"rank \d on \S+: ValueError: fitness: none of the candidates has a finite one"),
+], ids=lambda x: " ".join(x[1::2]) if isinstance(x, tuple) else None)
+def test_an_error_on_any_rank_ends_the_job_with_one_line(mpirun, folder, n, faults, rc, says):
+    outcome = run(mpirun, n, folder, *faults, rc=rc)
+    line = told(outcome)
+    assert re.search(r"^essa_mpi: " + says, line), line
+    tracebacks = outcome.stderr.count("Traceback (most recent call last)")
+    if "traceback in" in line:
+        failed = Path(folder / re.search(r"traceback in (\S+)\)", line)[1]).read_text()
+        assert failed.startswith(line.partition(" (traceback")[0]) and "Traceback" in failed
+        assert tracebacks == 0
+    else:               # no run folder yet to put it in
+        assert tracebacks == (0 if rc == 2 else 1)
+
+
+def test_a_thread_that_exits_does_not_end_the_run(mpirun, folder):
+    run(mpirun, 2, folder, *fault("thread_exit", generation=1))
+    assert (folder / "runs/run/summary.json").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_ends_the_job(mpirun, folder, victim):
+    """kill -9 of one rank while it computes and the others wait for it."""
+    job = start(mpirun, 3, folder, *fault("hang", rank=victim, generation=2))
+    wait_for(job, "generation 2/6")
+    ranks = job.ranks()
+    assert len(ranks) == 3
+    time.sleep(0.5)
+    ranks[victim].send_signal(signal.SIGKILL)
+    assert job.wait(PATIENCE).rc != 0
+    gone, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+    outcome = run(mpirun, 2, folder, "--resume")
+    assert "resuming runs/run at generation 2 of 6" in outcome.stdout
+    assert (folder / "runs/run/summary.json").exists()
+
+
+def wait_for(job, pattern):
+    """Return once the job has said so."""
+    patience = time.monotonic() + PATIENCE
+    while not re.search(pattern, job.output()[0]):
+        assert job.process.poll() is None and time.monotonic() < patience, job.output()
+        time.sleep(0.005)
+
+
+REWARDS = '''
+def short(completions, answer):
+    return [1.0] * (len(completions) - 1)
+
+def raises(completions, answer):
+    for text, right in zip(completions, answer):
+        if right == "4":
+            raise KeyError("no")
+    return [1 / 3] * len(completions)
+
+def right(completions, answer):
+    return [float(text == a) for text, a in zip(completions, answer)]
+'''
+
+
+@pytest.mark.parametrize("n, reward, rc, says", [
+    (2, "short", 2, r"reward rewards:short returned \d+ rewards for \d+ completions \(\S+rows.jsonl:\d+ to "),
+    (2, "raises", 2, r"reward rewards:raises raised on \S+rows.jsonl:4: KeyError: 'no'"),
+    (1, "raises", 2, r"reward rewards:raises raised on \S+rows.jsonl:4: KeyError: 'no'"),
+])
+def test_a_reward_that_fails_is_the_users_to_mend(mpirun, folder, n, reward, rc, says):
+    (folder / "rewards.py").write_text(REWARDS)
+    outcome = run(mpirun, n, folder, "--user-reward", *sets(reward=f"rewards:{reward}", batch=17), rc=rc)
+    assert re.search(r"^essa_mpi: rank \d on \S+: " + says, told(outcome)), told(outcome)
+
+
+def test_missing_scores_are_counted_and_shown(mpirun, folder):
+    """Row 9 for all, everything of candidate 1: the run goes on."""
+    outcome = run(mpirun, 2, folder, *fault("nan", candidates=[1]), *sets(generations=2))
+    shown = re.findall(r"^generation (\d)/2 .*fitness (\S+) .* 5 rows without a score", outcome.stdout, re.M)
+    assert [g for g, _ in shown] == ["1", "2"] and "inf" not in outcome.stdout
+    arrays, _ = read_history(folder / "runs/run/history.h5")
+    assert arrays["missing"].tolist() == [5, 5] and (arrays["fitness"][:, 1] == float("-inf")).all()
+    assert [m["missing"] for m in logs(folder)[0]] == [5, 5]
+    assert json.loads((folder / "runs/run/summary.json").read_text())["missing"] == 10
+    show = subprocess.run([sys.executable, "-m", "essa_mpi", "show", "runs/run"], cwd=folder, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE)
+    assert show.stdout.count("5 missing") == 2, show.stderr
+
+
+# -- kill and resume ---------------------------------------------------------------------------------------
+
+def kill_all(job):
+    """kill -9 of mpirun and everything below it."""
+    everyone = psutil.Process(job.pid).children(recursive=True)
+    os.killpg(job.pid, signal.SIGKILL)
+    for process in everyone:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    _, alive = psutil.wait_procs(everyone, timeout=30)
+    assert not alive
+    job.process.wait(30)
+
+
+@pytest.mark.parametrize("checkpoint_every, ranks", [(1, (2, 3, 1, 4)), (3, (3, 2, 4, 1))])
+def test_kill_9_at_random_moments_and_resume_on_other_ranks(mpirun, uninterrupted, tmp_path, checkpoint_every, ranks):
+    again(uninterrupted, tmp_path)
+    rng = random.Random(f"{uninterrupted[1]} {checkpoint_every}")
+    more = [*GAPS, "--sleep", 0.4, *sets(checkpoint_every=checkpoint_every)]
+    moments = []
+    for n in ranks[:-1]:
+        job = start(mpirun, n, tmp_path, "--resume", *more)
+        wait_for(job, "generation .* left" if rng.random() < 0.7 else "singular values")
+        time.sleep(rng.random() * 0.8)
+        kill_all(job)
+        metrics = (tmp_path / "runs/run/metrics.jsonl").read_bytes()
+        moments.append((n, metrics.count(b"\n"), [p.name for p in (tmp_path / "runs/run").rglob("*.tmp")]))
+    run(mpirun, ranks[-1], tmp_path, "--resume", *more)
+    print("killed at (ranks, generations in metrics.jsonl, half-written files):", moments)
+    assert_same_run(tmp_path, uninterrupted[0])
+
+
+@pytest.mark.parametrize("uninterrupted", ["cma"], indirect=True)
+@pytest.mark.parametrize("checkpoint_every, kills", [
+    (1, [("before metrics", 0), ("after metrics", 1), ("before checkpoint", 2), ("after checkpoint", 5)]),
+    (3, [("after metrics", 1), ("after history", 2), ("before metrics", 4), ("before adapter", None),
+         ("after adapter", None), ("before summary", None)]),
+])
+def test_kill_9_at_the_worst_moments(mpirun, uninterrupted, tmp_path, checkpoint_every, kills):
+    """Between any two files of a generation, and of the end. Every resume is on another number of ranks."""
+    again(uninterrupted, tmp_path)
+    more = [*GAPS, *sets(checkpoint_every=checkpoint_every)]
+    for i, (moment, generation) in enumerate(kills):
+        job = start(mpirun, 1 + i % 3, tmp_path, "--resume", *more,
+                    *fault("kill", at=moment, **({} if generation is None else {"generation": generation})))
+        outcome = job.wait(PATIENCE)
+        assert outcome.rc != 0 and "essa_mpi:" not in outcome.stderr, outcome
+        assert not (tmp_path / "runs/run/summary.json").exists()
+    run(mpirun, 2, tmp_path, "--resume", *more)
+    assert_same_run(tmp_path, uninterrupted[0])
+
+
+@pytest.mark.parametrize("uninterrupted", ["cma"], indirect=True)
+def test_resume_may_go_further_and_place_otherwise(mpirun, uninterrupted, tmp_path):
+    again(uninterrupted, tmp_path)
+    run(mpirun, 2, tmp_path, *GAPS, *sets(generations=2))
+    outcome = run(mpirun, 3, tmp_path, "--resume", *GAPS, *sets(generations=GENERATIONS, mode="merged", slots=3,
+                                                                checkpoint_every=4, keep_checkpoints=3))
+    assert f"resuming runs/run at generation 2 of {GENERATIONS}" in outcome.stdout
+    assert_same_run(tmp_path, uninterrupted[0])
+    # Once more, though there is nothing left to do.
+    outcome = run(mpirun, 1, tmp_path, "--resume", *GAPS)
+    assert f"resuming runs/run at generation {GENERATIONS} of {GENERATIONS}" in outcome.stdout
+    assert_same_run(tmp_path, uninterrupted[0])
+    show = subprocess.run([sys.executable, "-m", "essa_mpi", "show", "runs/run"], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE)
+    assert f"{GENERATIONS} of {GENERATIONS} generations" in show.stdout, show
+
+
+@pytest.mark.parametrize("uninterrupted", ["cma"], indirect=True)
+@pytest.mark.parametrize("key, value", [("population", 8), ("seed", 9), ("sigma", 0.31), ("batch", 6),
+                                        ("generations", GENERATIONS - 1)])
+def test_resume_refuses_another_search(mpirun, uninterrupted, key, value):
+    folder = uninterrupted[0]
+    before = {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()}
+    line = told(run(mpirun, 2 if key == "seed" else 1, folder, "--resume", *sets(**{key: value}), rc=2))
+    assert f"--resume: {key} = {value}" in line
+    assert {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()} == before
+
+
+def test_resume_with_nothing_there_starts(mpirun, folder):
+    outcome = run(mpirun, 2, folder, "--resume", *sets(generations=1))
+    assert outcome.stdout.count("nothing to resume: there is no runs/run; starting it\n") == 1
+    assert (folder / "runs/run/summary.json").exists()
+
+
+def test_an_old_run_is_renamed_and_one_line_says_so(mpirun, folder):
+    for i in range(3):
+        outcome = run(mpirun, 2, folder, *sets(generations=1, seed=i))
+        said = [line for line in outcome.stdout.splitlines() if "renamed" in line]
+        assert said == ([f"runs/run was there already: renamed to runs/run.{i}"] if i else [])
+    assert sorted(p.name for p in (folder / "runs").iterdir()) == ["run", "run.1", "run.2"]
+    for name, seed in (("run.1", 0), ("run.2", 1), ("run", 2)):
+        assert f"\nseed = {seed}\n" in (folder / "runs" / name / "config.toml").read_text()
+
+
+# -- places ------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("binding", [["-bind-to", "user:0,0"], []], ids=["both on core 0", "by the launcher"])
+def test_two_ranks_have_different_cores(tmp_path, binding):
+    """Also where the launcher bound both to the same one."""
+    mpiexec = shutil.which("mpirun") or str(Path(sys.prefix) / "bin/mpirun")
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+    if binding and "HYDRA" not in version:
+        pytest.skip("MPICH's option")
+    code = ("import os; before = sorted(os.sched_getaffinity(0)); from essa_mpi.seat import take; s = take(); "
+            "after = sorted(os.sched_getaffinity(0)); "
+            "import json; print(json.dumps([s.local_rank, before, after, os.environ['OMP_NUM_THREADS']]), flush=True)")
+    # Under its own session and with a time limit; the fixture mpirun takes no options of mpirun's.
+    environment = {k: v for k, v in os.environ.items() if k not in
+                   ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") and not k.startswith("PMI_")}
+    done = subprocess.run(["timeout", "-k", "5", str(PATIENCE), mpiexec, "-n", "2", *binding, sys.executable, "-c", code],
+                          capture_output=True, text=True, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    seats = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert [rank for rank, *_ in seats] == [0, 1]
+    if binding:
+        assert [before for _, before, *_ in seats] == [[0], [0]]
+    assert seats[0][2] and seats[1][2] and not set(seats[0][2]) & set(seats[1][2])
+    assert seats[0][3] == seats[1][3] == str(min(len(seats[0][2]), len(seats[1][2])))
