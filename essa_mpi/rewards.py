@@ -47,6 +47,10 @@ class Reward:
         """Whether the completion has the form in which this reward looks for an answer; None: any will do."""
         return None
 
+    def _count(self, kind: str) -> None:
+        """Note a completion that could not be judged; of messages that are all different only the first are kept."""
+        self.trouble[kind if kind in self.trouble or len(self.trouble) < 20 else "others"] += 1
+
     def _answer(self, row: Row) -> str:
         """The right answer as text. Raises UserError if it is neither a string nor a number."""
         if isinstance(row.answer, bool) or not isinstance(row.answer, (str, int, float)):
@@ -96,7 +100,7 @@ class Math(Reward):
             raise UserError(f"{row.source}: math-verify can make nothing of the answer {str(row.answer)[:60]!r}; "
                             f"mend the row or use reward = \"exact\" or \"boxed\"")
         if reply["error"]:
-            self.trouble[reply["error"]] += 1
+            self._count(reply["error"])
             return math.nan
         return float(reply["right"])
 
@@ -125,8 +129,8 @@ class Math(Reward):
         if status >= 0:
             raise UserError(f"reward math: the process that runs math-verify failed with exit code {status}, and said "
                             f"why above; does `{sys.executable} -c 'import math_verify'` work?")
-        self.trouble[f"math-verify took over {MATH_SECONDS} s" if status == -signal.SIGPROF
-                     else f"math-verify's process was ended by {signal.Signals(-status).name}"] += 1
+        self._count(f"math-verify took over {MATH_SECONDS} s" if status == -signal.SIGPROF
+                    else f"math-verify's process was ended by {signal.Signals(-status).name}")
         return None
 
     def close(self) -> int | None:
@@ -149,7 +153,9 @@ def _gold(answer: str) -> str:
 
 
 def _serve_math(seconds: int) -> None:
-    """The child: a line [gold, completion] in, a line of answers out, until stdin ends; a line that takes longer than `seconds` ends it.
+    """The child: a line [gold, completion] in, a line of answers out, until stdin ends.
+
+    A line that takes more than `seconds` of CPU time ends the process instead.
 
     gold, found: whether there is an answer in either; right: whether they agree; error: a comparison that failed.
     """
@@ -195,7 +201,7 @@ class ReasoningGym(Reward):
         except UserError:
             raise
         except Exception as error:  # some checks trip over odd answers; the user can do nothing about it
-            self.trouble[one_line(error)] += 1
+            self._count(one_line(error))
             return math.nan
 
     def has_format(self, completion):

@@ -190,7 +190,7 @@ def _example(row: Row, tokenizer, config: Config, limit: float) -> tuple[list[in
             text = config.sft_template.format(answer=row.answer)
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise UserError(f"config: sft_template = {config.sft_template!r}: {one_line(error)}; it may hold "
-                            f"{{answer}}, and other braces are written double, as in \\boxed{{{{{{answer}}}}}}") from None
+                            f"{{answer}} and other braces are written double, as in \\boxed{{{{{{answer}}}}}}") from None
     prompt = render(row, tokenizer, config)
     # The engine stops at the tokenizer's end token, so that is the one to learn.
     completion = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]

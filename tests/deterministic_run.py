@@ -209,6 +209,28 @@ def write_config(path: Path, table: dict) -> Path:
     return path
 
 
+def spare_torch() -> None:
+    """Stand-ins for what spectrum.py wants of torch: reading and writing float32 files. Importing it takes seconds."""
+    import types
+    from safetensors import numpy as files
+
+    class Tensor:
+        def __init__(self, array):
+            self.array = array
+
+        def double(self):
+            return Tensor(self.array.astype("float64"))
+
+        def numpy(self):
+            return self.array
+
+    torch, safetensors_torch = types.ModuleType("torch"), types.ModuleType("safetensors.torch")
+    torch.from_numpy = lambda array: array
+    safetensors_torch.load_file = lambda path: {k: Tensor(v) for k, v in files.load_file(path).items()}
+    safetensors_torch.save_file = files.save_file
+    sys.modules.update({"torch": torch, "safetensors.torch": safetensors_torch})
+
+
 # -- faults outside the scorer -------------------------------------------------------------------
 
 def flip(search) -> None:
@@ -283,6 +305,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": args.preload})
 
     from essa_mpi import cli, config      # the path of `python -m essa_mpi run`
+    spare_torch()
     world, settings = cli._world(lambda: config.load(args.config, args.overrides))
     faults = Faults(world.rank, args.fault)
     counting = None

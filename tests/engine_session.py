@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 class EngineSession:
     """Looks like essa_mpi.engine.Engine, plus `call(name, ...)` of the methods of `Served` below.
 
-    table: keys of essa_mpi.config.Config. slot_order: adapter k is registered in LoRA slot
-    slot_order[k], instead of in the first that is free. Use as a context manager.
+    table: keys of essa_mpi.config.Config; None: no engine yet. slot_order: adapter k is registered
+    in LoRA slot slot_order[k], instead of in the first that is free. Use as a context manager.
     """
 
-    def __init__(self, table: dict, slot_order: list[int] | None = None, timeout: float = 300):
+    def __init__(self, table: dict | None, slot_order: list[int] | None = None, timeout: float = 300):
         self._timeout = timeout
         self._log = tempfile.TemporaryFile()
         self._connection, theirs = multiprocessing.Pipe()
@@ -33,14 +33,14 @@ class EngineSession:
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, cwd=ROOT,
             env={**environment, "OMP_NUM_THREADS": "1"})
         theirs.close()
-        try:
-            about = self.call("start", table, slot_order)
-        except BaseException:
-            self.close()
-            raise
-        self.capacity, self.max_model_len = about["capacity"], about["max_model_len"]
-        self.block_size, self.prefix_caching = about["block_size"], about["prefix_caching"]
         self.seconds = {"place": 0.0, "generate": 0.0}
+        if table is not None:
+            self.mode = table["mode"]
+            try:
+                vars(self).update(self.call("start", table, slot_order))
+            except BaseException:
+                self.close()
+                raise
 
     def call(self, name: str, *args):
         """Served.<name>(*args) over there: its result, or its exception."""
@@ -84,8 +84,29 @@ class EngineSession:
 class Served:
     """What can be called over there."""
 
+    def missing_parts(self, parts):
+        """{dotted path: what of it is not there}, of those in `parts` that do not resolve."""
+        import importlib
+        missing = {}
+        for part in parts:
+            names, found = part.split("."), None
+            for i in range(1, len(names) + 1):
+                path = ".".join(names[:i])
+                try:
+                    found = getattr(found, names[i - 1]) if found else importlib.import_module(path)
+                except AttributeError:
+                    try:
+                        found = importlib.import_module(path)
+                    except ImportError:
+                        missing[part] = path
+                        break
+                except ImportError:
+                    missing[part] = path
+                    break
+        return missing
+
     def start(self, table, slot_order):
-        """Start the engine as `run` would."""
+        """Start the engine as `run` would. Returns the attributes of the tests' end."""
         from essa_mpi.config import make
         from essa_mpi.engine import Engine
         from essa_mpi.spectrum import Spectrum
@@ -105,48 +126,53 @@ class Served:
         return self.engine.generate(requests)
 
     def configure(self, changes):
-        """Change keys that `generate` reads, such as max_tokens."""
+        """Change keys that `generate` reads, such as max_tokens. Returns what they were."""
+        before = {key: getattr(self.engine._config, key) for key in changes}
         self.engine._config = dataclasses.replace(self.engine._config, **changes)
+        return before
 
-    def keep_prefix_cache(self, keep):
-        """True: `reset_prefix_cache` does nothing from now on; False: it works again."""
-        if keep:
-            self.llm.reset_prefix_cache = lambda *args, **kwargs: True
-        else:
-            del self.llm.reset_prefix_cache
+    def prefix_cache(self, what):
+        """What `reset_prefix_cache` does from now on: it "resets", or is "kept", or "refuses"."""
+        vars(self.llm).pop("reset_prefix_cache", None)
+        if what != "resets":
+            self.llm.reset_prefix_cache = lambda *args, **kwargs: what == "kept"
 
     def slot_table(self):
-        """(the adapter id in each of vLLM's slots, the slot that each candidate is written to)."""
-        worker = self._worker()
-        return list(worker.model_runner.lora_manager._adapter_manager.lora_index_to_id), list(worker._essa_slot)
+        """The adapter id in each of vLLM's LoRA slots."""
+        return list(self._lora().lora_index_to_id)
 
     def slot_bits(self):
-        """A digest of everything in each of vLLM's LoRA slots, A and B of all layers."""
-        worker = self._worker()
-        manager = worker.model_runner.lora_manager._adapter_manager
+        """A digest of all that is in each of vLLM's LoRA slots, A and B of all layers."""
+        manager = self._lora()
         digests = [hashlib.blake2b(digest_size=8) for _ in manager.lora_index_to_id]
-        for name in sorted(manager.modules):
-            layer = manager.modules[name]
+        for _, layer in sorted(manager.modules.items()):
             for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
                 for digest, tensor in zip(digests, stacked):
                     digest.update(_bytes(tensor))
         return [digest.hexdigest() for digest in digests]
 
-    def weight_bits(self):
-        """Layer name -> digest of its weight as the layer applies it (merged)."""
-        return {name: hashlib.blake2b(_bytes(weight), digest_size=8).hexdigest()
-                for name, weight in self._weights().items()}
+    def slot(self, layer, part, index):
+        """(A, B) of one slice of a layer in slot `index`: float32 numpy (r, n) and (m, r), padding and all."""
+        layer = self._lora().modules[layer]
+        return tuple(stacked[part][index, 0].float().numpy() for stacked in (layer.lora_a_stacked, layer.lora_b_stacked))
 
-    def weights(self, name):
-        """The weight of a fused layer as it applies it, float32 numpy (m, n)."""
+    def weight_bits(self, names):
+        """Layer name -> digest of its weight as the layer applies it (merged). None: all layers."""
+        return {name: hashlib.blake2b(_bytes(weight), digest_size=8).hexdigest()
+                for name, weight in self._weights(names).items()}
+
+    def weight(self, name):
+        """The weight of a fused layer as it applies it: float32 numpy (m, n)."""
         return self._weights([name])[name].float().numpy()
 
-    def _weights(self, names=None):
+    def _weights(self, names):
         from essa_mpi.placement import _recover_weight
         modules = dict(self._worker().model_runner.get_model().named_modules())
-        if names is None:
-            names = sorted(name for name in modules if name.endswith(("_proj",)))
-        return {name: _recover_weight(modules[name]) for name in names}
+        return {name: _recover_weight(modules[name])
+                for name in names or sorted(name for name in modules if name.endswith("_proj"))}
+
+    def _lora(self):
+        return self._worker().model_runner.lora_manager._adapter_manager
 
     def _worker(self):
         return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

@@ -70,7 +70,8 @@ def test_boxed_content(text, content):
 
 @pytest.mark.parametrize("answer, completion, reward", [
     ("70", r"\boxed{70}", 1), (70, r"the answer is \boxed{ 70.0 }, that is \boxed{1}", 1),
-    ("1234", r"\boxed{1,234}", 1), ("1,234.50", r"\boxed{1234.5}", 1), ("-3", r"\boxed{-3.}", 0), ("0.1", r"\boxed{.1}", 1),
+    ("1234", r"\boxed{1,234}", 1), ("1,234.50", r"\boxed{1234.5}", 1), ("-3", r"\boxed{-3.}", 0),
+    ("0.1", r"\boxed{.1}", 1),
     ("1e3", r"\boxed{1000}", 1), (1e-07, r"\boxed{0.0000001}", 1), ("x+1", r"\boxed{x+1}", 1),
     ("70", r"\boxed{71} \boxed{70}", 0), ("70", "70", 0), ("70", r"\boxed{}", 0), ("70", r"\boxed{7 0}", 0),
     ("1234", r"\boxed{12,34}", 0), ("70", r"\boxed{7_0}", 0), ("nan", r"\boxed{inf}", 0), ("a", r"\boxed{b}", 0),
@@ -101,7 +102,8 @@ def maths():
 
 
 @pytest.mark.parametrize("answer, completion, reward", [
-    ("18", r"\boxed{18}", 1), ("18", "The answer is 18.", 1), (18, r"\boxed{18.0}", 1), ("1/2", r"\boxed{\frac{1}{2}}", 1),
+    ("18", r"\boxed{18}", 1), ("18", "The answer is 18.", 1), (18, r"\boxed{18.0}", 1),
+    ("1/2", r"\boxed{\frac{1}{2}}", 1),
     (r"\frac{1}{2}", r"\boxed{0.5}", 1), (r"$\frac12$", "so it is 1/2", 1), (r"\boxed{x+1}", r"\boxed{1+x}", 1),
     ("She makes 9 * 2 = 18 dollars.\n#### 18", r"\boxed{18}", 1), ("a\n#### 1,234", r"\boxed{1234}", 1),
     (r"\$18", r"\boxed{18}", 1), ("18", r"\boxed{19}", 0), ("18", "", 0), ("18", "no idea", 0), ("18", r"\boxed{", 0),
@@ -258,7 +260,7 @@ def test_a_function_that_needs_a_column_nobody_has(mine):
 def test_functions_that_are_not_there(mine):
     assert "its functions: f" in refusal(mine, "def f(): pass", "g")
     assert "has no function 'f'" in refusal(mine, "f = 3")
-    assert "importing" in refusal(mine, "import no_such_module") and "no_such_module" in refusal(mine, "import no_such_module")
+    assert "No module named 'no_such_module'" in refusal(mine, "import no_such_module")
     assert "SyntaxError" in refusal(mine, "def f(:")
     assert "No module named 'nowhere'" in refusal(load_reward, settings("nowhere.at_all:f"))
 

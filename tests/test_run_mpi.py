@@ -86,9 +86,9 @@ def assert_same_run(folder, expected):
     return summary
 
 
-@pytest.fixture(scope="module", params=["cma", "sep"])
+@pytest.fixture(scope="module")
 def uninterrupted(request, tmp_path_factory):
-    """A run of one rank that nothing happens to: (folder, keys of the config it had)."""
+    """A run of one rank that nothing happens to, with the search that `of` names: (folder, keys of the config)."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     keys = {"search": request.param, "heldout_rows": 3}
     write_run(folder, generations=GENERATIONS, **keys)
@@ -100,14 +100,18 @@ def uninterrupted(request, tmp_path_factory):
     return folder, keys
 
 
-def again(uninterrupted, folder, **keys):
+def again(uninterrupted, folder):
     """The same run's files in `folder`; paths are part of the config, so they stay."""
     shutil.copy(uninterrupted[0] / "config.toml", folder / "config.toml")
 
 
 # -- the same history on any number of ranks ------------------------------------------------------
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+def of(*searches):
+    return pytest.mark.parametrize("uninterrupted", searches, indirect=True)
+
+
+@pytest.mark.parametrize("uninterrupted, n", [("cma", 2), ("cma", 3), ("cma", 4), ("sep", 3)], indirect=["uninterrupted"])
 def test_the_history_is_the_same_on_any_number_of_ranks(mpirun, uninterrupted, tmp_path, n):
     again(uninterrupted, tmp_path)
     run(mpirun, n, tmp_path, *GAPS)
@@ -153,7 +157,7 @@ def interposer(tmp_path_factory):
             re.sub(r"\[[^\]]*\]", "", p).strip() for p in parameters.split(",")]
         arguments = [re.search(r"(\w+)$", word)[1] for word in words]
         seen.add(name)
-        code.append(f"int {name}({parameters}) {{ static long n; essa_count(\"{name}\", &n); "
+        code.append(f"int {name}({parameters}) {{ static long essa_calls; essa_count(\"{name}\", &essa_calls); "
                     f"return P{name}({', '.join(arguments)}); }}")
     assert {"MPI_Allgather", "MPI_Send", "MPI_Isend", "MPI_Barrier", "MPI_Bcast", "MPI_Allgatherv", "MPI_Allreduce",
             "MPI_Comm_split", "MPI_Put", "MPI_Iprobe"} <= seen
@@ -201,21 +205,19 @@ def pmpi_counts(mpirun, n, folder, interposer, generations, *arguments):
     return counts
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_one_allgather_a_generation_and_no_other_communication(mpirun, folder, interposer, n):
+def test_one_allgather_a_generation_and_no_other_communication(mpirun, folder, interposer):
     """Counted below mpi4py, at the MPI library, for all MPI functions there are."""
-    short = pmpi_counts(mpirun, n, folder, interposer, 4)
-    long = pmpi_counts(mpirun, n, folder, interposer, 9)
+    short = pmpi_counts(mpirun, 3, folder, interposer, 4)
+    long = pmpi_counts(mpirun, 3, folder, interposer, 9)
     for few, many in zip(short, long):
         assert few["MPI_Allgather"] >= 5, "the library was not asked: mpi4py did not call through it"
         more = {name: many.get(name, 0) - few.get(name, 0) for name in many.keys() | few.keys()}
         assert {name: calls for name, calls in more.items() if calls} == {"MPI_Allgather": 5}
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_one_allgather_a_generation_of_one_size(mpirun, tmp_path, n):
+def test_one_allgather_a_generation_of_one_size(mpirun, tmp_path):
     """Counted at the communicator, with the bytes; also where there is no compiler."""
-    counted = {}
+    n, counted = 3, {}
     for name, keys in {"short": {"generations": 4}, "long": {"generations": 9},
                        "many values": {"generations": 4, "adapter": "big"}, "other rewards": {"generations": 4, "seed": 8}}.items():
         folder = tmp_path / name.replace(" ", "-")
@@ -368,7 +370,8 @@ def kill_all(job):
     job.process.wait(30)
 
 
-@pytest.mark.parametrize("checkpoint_every, ranks", [(1, (2, 3, 1, 4)), (3, (3, 2, 4, 1))])
+@pytest.mark.parametrize("uninterrupted, checkpoint_every, ranks", [("cma", 1, (2, 3, 1, 4, 2)), ("sep", 3, (3, 2, 4, 1, 3))],
+                         indirect=["uninterrupted"])
 def test_kill_9_at_random_moments_and_resume_on_other_ranks(mpirun, uninterrupted, tmp_path, checkpoint_every, ranks):
     again(uninterrupted, tmp_path)
     rng = random.Random(f"{uninterrupted[1]} {checkpoint_every}")
@@ -386,7 +389,7 @@ def test_kill_9_at_random_moments_and_resume_on_other_ranks(mpirun, uninterrupte
     assert_same_run(tmp_path, uninterrupted[0])
 
 
-@pytest.mark.parametrize("uninterrupted", ["cma"], indirect=True)
+@of("cma")
 @pytest.mark.parametrize("checkpoint_every, kills", [
     (1, [("before metrics", 0), ("after metrics", 1), ("before checkpoint", 2), ("after checkpoint", 5)]),
     (3, [("after metrics", 1), ("after history", 2), ("before metrics", 4), ("before adapter", None),
@@ -406,7 +409,7 @@ def test_kill_9_at_the_worst_moments(mpirun, uninterrupted, tmp_path, checkpoint
     assert_same_run(tmp_path, uninterrupted[0])
 
 
-@pytest.mark.parametrize("uninterrupted", ["cma"], indirect=True)
+@of("cma")
 def test_resume_may_go_further_and_place_otherwise(mpirun, uninterrupted, tmp_path):
     again(uninterrupted, tmp_path)
     run(mpirun, 2, tmp_path, *GAPS, *sets(generations=2))
@@ -423,7 +426,7 @@ def test_resume_may_go_further_and_place_otherwise(mpirun, uninterrupted, tmp_pa
     assert f"{GENERATIONS} of {GENERATIONS} generations" in show.stdout, show
 
 
-@pytest.mark.parametrize("uninterrupted", ["cma"], indirect=True)
+@of("cma")
 @pytest.mark.parametrize("key, value", [("population", 8), ("seed", 9), ("sigma", 0.31), ("batch", 6),
                                         ("generations", GENERATIONS - 1)])
 def test_resume_refuses_another_search(mpirun, uninterrupted, key, value):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,8 @@ def refusal(function, *args) -> str:
 # -- files ---------------------------------------------------------------------------------------
 
 def test_a_file_is_read_in_order(write):
-    write("t.jsonl", [{"prompt": "a", "answer": 1, "completion": "c", "level": [5]}, "", {"prompt": "b", "answer": "x"}])
+    write("t.jsonl", [{"prompt": "a", "answer": 1, "completion": "c", "level": [5]}, "",
+                      {"prompt": "b", "answer": "x"}])
     task = load_task(settings())
     assert task.train == [Row("a", 1, {"level": [5]}, "c", "t.jsonl:1"), Row("b", "x", {}, None, "t.jsonl:3")]
     assert task.sft == task.validation == task.heldout == task.notes == []
@@ -309,7 +311,7 @@ def test_largest_number(tmp_path):
         assert len(made) == size
         places = []
         for row in made:
-            a, b, c = row["prompt"].removeprefix("Which is the largest: ").removesuffix("?").replace(" or ", ", ").split(", ")
+            a, b, c = re.fullmatch(r"Which is the largest: (\d+), (\d+) or (\d+)\?", row["prompt"]).groups()
             triple = frozenset(map(int, (a, b, c)))
             assert len(triple) == 3 and min(triple) >= 10 and max(triple) <= 99 and triple not in seen
             seen.add(triple)

@@ -42,31 +42,37 @@ ESSA_KERNEL(128) merged_kernel(MergeArguments p) {
     const int32_t* tile = p.tiles + 3 * int64_t(block_x());
     const int64_t* entry = p.table + int64_t(tile[0]) * FIELDS;
     const int rows = int(entry[ROWS]), columns = int(entry[COLUMNS]);
+    const int64_t stride = entry[STRIDE], pristine_stride = entry[PRISTINE_STRIDE];
+    const float* left_0 = p.left + entry[FIRST_ROW];
+    const float* v_0 = p.v_t + entry[FIRST_COLUMN];
     const int chunks = p.tile_columns / 8, lanes = 128 / chunks;
     const int column = tile[2] + int(thread_x()) % chunks * 8;
     if (column >= columns) return;
     const int row_end = tile[1] + p.tile_rows < rows ? tile[1] + p.tile_rows : rows;
-    void* weight = reinterpret_cast<void*>(entry[WEIGHT]);
-    const void* pristine = reinterpret_cast<const void*>(entry[PRISTINE]);
+    void* weight = global_pointer(entry[WEIGHT]);
+    const void* pristine = global_pointer(entry[PRISTINE]);
 
     for (int row_0 = tile[1] + int(thread_x()) / chunks; row_0 < row_end; row_0 += lanes * COPIES) {
         float w[COPIES][8], update[COPIES][8] = {};
         ESSA_UNROLL
         for (int c = 0; c < COPIES; ++c) {               // all loads first: they are what takes time
             const int row = row_0 + c * lanes;
-            const int64_t at = int64_t(row) * entry[PRISTINE_STRIDE] + column;
-            if (VECTOR) { if (row < row_end) load_8<TYPE>(pristine, at, w[c]); }
-            else for (int i = 0; i < 8; ++i)
-                w[c][i] = row < row_end && column + i < columns ? load_element<TYPE>(pristine, at + i) : 0.0f;
+            const int64_t at = row * pristine_stride + column;
+            if (VECTOR) {
+                if (row < row_end) load_8<TYPE>(pristine, at, w[c]);
+            } else {
+                ESSA_UNROLL
+                for (int i = 0; i < 8; ++i)
+                    w[c][i] = row < row_end && column + i < columns ? load_element<TYPE>(pristine, at + i) : 0.0f;
+            }
         }
         for (int j = 0; j < p.rank; ++j) {
-            const float* v_j = p.v_t + j * p.total_columns + entry[FIRST_COLUMN] + column;
             float v[8];
-            load_8<FP32>(v_j, 0, v);                     // padded to 8 columns a target, so always in bounds
+            load_8<FP32>(v_0, j * p.total_columns + column, v);   // padded to 8 columns a target, so always in bounds
             ESSA_UNROLL
             for (int c = 0; c < COPIES; ++c) {
                 const int row = row_0 + c * lanes;
-                const float left = row < row_end ? p.left[j * p.total_rows + entry[FIRST_ROW] + row] : 0.0f;
+                const float left = row < row_end ? left_0[j * p.total_rows + row] : 0.0f;
                 ESSA_UNROLL
                 for (int i = 0; i < 8; ++i) update[c][i] += left * v[i];
             }
@@ -75,24 +81,29 @@ ESSA_KERNEL(128) merged_kernel(MergeArguments p) {
         for (int c = 0; c < COPIES; ++c) {
             const int row = row_0 + c * lanes;
             if (row >= row_end) break;
-            const int64_t at = int64_t(row) * entry[STRIDE] + column;
+            const int64_t at = row * stride + column;
             ESSA_UNROLL
             for (int i = 0; i < 8; ++i) w[c][i] += update[c][i];
             if (STOCHASTIC) {
                 // Eight weights share a block: weight i takes halfword i, low half of a word first.
                 const Block noise = philox(uint32_t(column / 8), uint32_t(row), uint32_t(tile[0]), ROUNDING_STREAM, p.seed);
-                uint32_t packed[4];
+                uint16_t bits[8];
                 ESSA_UNROLL
-                for (int i = 0; i < 4; ++i)
-                    packed[i] = uint32_t(to_bf16_stochastic(w[c][2 * i], noise.w[i] & 0xFFFFu))
-                              | uint32_t(to_bf16_stochastic(w[c][2 * i + 1], noise.w[i] >> 16)) << 16;
+                for (int i = 0; i < 8; ++i)
+                    bits[i] = to_bf16_stochastic(w[c][i], i % 2 ? noise.w[i / 2] >> 16 : noise.w[i / 2] & 0xFFFFu);
                 uint16_t* to = static_cast<uint16_t*>(weight) + at;
-                if (VECTOR) store_vector(to, {packed[0], packed[1], packed[2], packed[3]});
-                else for (int i = 0; i < 8 && column + i < columns; ++i) to[i] = uint16_t(packed[i / 2] >> 16 * (i % 2));
+                if (VECTOR) {
+                    store_vector(to, {bits[0] | uint32_t(bits[1]) << 16, bits[2] | uint32_t(bits[3]) << 16,
+                                      bits[4] | uint32_t(bits[5]) << 16, bits[6] | uint32_t(bits[7]) << 16});
+                } else {
+                    ESSA_UNROLL
+                    for (int i = 0; i < 8; ++i) if (column + i < columns) to[i] = bits[i];
+                }
             } else if (VECTOR) {
                 store_8<TYPE>(weight, at, w[c]);
             } else {
-                for (int i = 0; i < 8 && column + i < columns; ++i) store_element<TYPE>(weight, at + i, w[c][i]);
+                ESSA_UNROLL
+                for (int i = 0; i < 8; ++i) if (column + i < columns) store_element<TYPE>(weight, at + i, w[c][i]);
             }
         }
     }

@@ -15,7 +15,8 @@
 
 #define ESSA_DEVICE __device__ __forceinline__
 #define ESSA_HOST_DEVICE __host__ __device__ __forceinline__
-#define ESSA_KERNEL(threads) __global__ void __launch_bounds__(threads)
+// Three blocks a multiprocessor: told so, ptxas spends registers instead of spilling a few of them.
+#define ESSA_KERNEL(threads) __global__ void __launch_bounds__(threads, 384 / (threads) > 1 ? 384 / (threads) : 1)
 #define ESSA_UNROLL _Pragma("unroll")
 #define ESSA_NO_UNROLL _Pragma("unroll 1")
 #define ESSA_LAUNCH(kernel, grid_x, grid_y, threads, stream, ...) \
@@ -27,6 +28,13 @@ ESSA_DEVICE unsigned thread_x() { return threadIdx.x; }
 ESSA_DEVICE unsigned blocks_x() { return gridDim.x; }
 
 inline int launch_status() { return static_cast<int>(cudaGetLastError()); }
+
+// An address from a table; saying that it is global memory spares the generic load and store.
+ESSA_DEVICE void* global_pointer(int64_t address) {
+    void* pointer = reinterpret_cast<void*>(address);
+    __builtin_assume(__isGlobal(pointer));
+    return pointer;
+}
 
 struct alignas(16) Vector4 { uint32_t x, y, z, w; };
 ESSA_DEVICE void store_vector(void* to, Vector4 v) { *static_cast<Vector4*>(to) = v; }
@@ -88,6 +96,7 @@ static inline unsigned block_y() { return host_index.block_y; }
 static inline unsigned thread_x() { return host_index.thread_x; }
 static inline unsigned blocks_x() { return host_index.blocks_x; }
 static inline int launch_status() { return 0; }
+static inline void* global_pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 
 struct Vector4 { uint32_t x, y, z, w; };
 static inline void store_vector(void* to, Vector4 v) { std::memcpy(to, &v, 16); }

@@ -87,7 +87,7 @@ ESSA_KERNEL(128) expand_kernel(BasisArguments p) {
             ESSA_NO_UNROLL
             for (int i = 0; i < 8 && column + i < rows; ++i) {
                 float sum = 0.0f;
-                ESSA_UNROLL
+                ESSA_UNROLL   // g lives in registers, so j must be a constant
                 for (int j = 0; j < RANK; ++j) if (j < p.rank) sum += g[j] * load_any(p.u_t, j * m + from + i, p.u_type);
                 store_element<TYPE>(p.out, at + i, load_element<TYPE>(p.out, at + i) + sum);
             }

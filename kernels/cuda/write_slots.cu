@@ -28,7 +28,9 @@ ESSA_KERNEL(128) write_slots_kernel(SlotArguments p) {
     const int lanes = 128 / chunks;                           // rows a pass
     const int first = p.tiles[2 * block_x() + 1];
     const int rows = int(entry[ROWS]);
+    const int64_t slot_stride = entry[SLOT_STRIDE], row_stride = entry[ROW_STRIDE], slots = entry[SLOTS];
     const int columns = VECTOR ? 8 : p.width;                 // without vectors one thread makes a whole row
+    void* base = global_pointer(entry[ADDRESS]);
     const int k_first = int(block_y()) * p.group;
     const int k_last = k_first + p.group < p.candidates ? k_first + p.group : p.candidates;
 
@@ -47,9 +49,10 @@ ESSA_KERNEL(128) write_slots_kernel(SlotArguments p) {
         ESSA_NO_UNROLL
         for (int k = k_first; k < k_last; ++k) {
             const int64_t slot = p.slot_ids[k];
-            if (slot < 0 || slot >= entry[SLOTS]) continue;   // skip this candidate, never a stray write
+            if (slot < 0 || slot >= slots) continue;   // skip this candidate, never a stray write
             const float* d_a = p.d_a + k * p.a_k + target * p.a_p;
             const float* d_b = p.d_b + k * p.b_k + target * p.b_p;
+            ESSA_NO_UNROLL
             for (int column = chunk * 8; column < chunk * 8 + columns; column += 8) {
                 float value[COPIES][8] = {};
                 ESSA_UNROLL
@@ -58,8 +61,12 @@ ESSA_KERNEL(128) write_slots_kernel(SlotArguments p) {
                     const float b = p.s_b[target * p.rank + i] + d_b[i];
                     const float* m = p.m + (int64_t(target) * p.rank + i) * p.width + column;
                     float m_i[8];
-                    if (VECTOR) load_8<FP32>(m, 0, m_i);
-                    else for (int j = 0; j < 8; ++j) m_i[j] = column + j < p.width ? m[j] : 0.0f;
+                    if (VECTOR) {
+                        load_8<FP32>(m, 0, m_i);
+                    } else {
+                        ESSA_UNROLL
+                        for (int j = 0; j < 8; ++j) m_i[j] = column + j < p.width ? m[j] : 0.0f;
+                    }
                     ESSA_UNROLL
                     for (int c = 0; c < COPIES; ++c) {
                         const float ub = u[c][i] * b;
@@ -78,10 +85,14 @@ ESSA_KERNEL(128) write_slots_kernel(SlotArguments p) {
                     if (row[c] >= rows) continue;
                     ESSA_UNROLL
                     for (int j = 0; j < 8; ++j) value[c][j] *= a[j];
-                    void* base = reinterpret_cast<void*>(entry[ADDRESS]);
-                    const int64_t at = slot * entry[SLOT_STRIDE] + row[c] * entry[ROW_STRIDE] + column;
-                    if (VECTOR) store_8<TYPE>(base, at, value[c]);
-                    else for (int j = 0; j < 8; ++j) if (column + j < p.width) store_element<TYPE>(base, at + j, value[c][j]);
+                    const int64_t at = slot * slot_stride + row[c] * row_stride + column;
+                    if (VECTOR) {
+                        store_8<TYPE>(base, at, value[c]);
+                    } else {
+                        ESSA_UNROLL
+                        for (int j = 0; j < 8; ++j)
+                            if (column + j < p.width) store_element<TYPE>(base, at + j, value[c][j]);
+                    }
                 }
             }
         }
