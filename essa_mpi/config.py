@@ -33,7 +33,7 @@ class Config:
     model: str = _key()                     # a Hugging Face model folder
     adapter: str = _key()                   # a peft LoRA adapter folder: the warm start (`sft` writes it)
     task: str = _key()                      # a reasoning-gym generator, or a JSONL file of the rows to evolve on
-    reward: str = _key("exact")             # exact | boxed | math | package.module:function
+    reward: str = _key("exact")             # exact | boxed | math | reasoning_gym | package.module:function
     seed: int = _key(0, low=0, high=2**63 - 1)
 
     # The search (paper, Table 7: population 96, batch 100, alpha 1.0 are its defaults).

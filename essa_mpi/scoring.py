@@ -69,6 +69,9 @@ class Scorer:
                                     "source": rows[i].source, "prompt": rows[i].prompt,
                                     "completion": completion.text, "answer": rows[i].answer, "reward": rewards[i]})
             _count(busy.counters, completions)
+        for kind, count in self._reward.trouble.items():    # why scores are missing; into this rank's log
+            print(f"generation {generation}: {count} completions could not be judged: {kind}", flush=True)
+        self._reward.trouble.clear()
         busy.place, busy.generate = self._engine.seconds["place"], self._engine.seconds["generate"]
         return scores, busy, samples
 

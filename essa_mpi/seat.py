@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import subprocess
+import warnings
 from dataclasses import dataclass
 
 from .config import UserError
@@ -108,9 +109,10 @@ def take() -> Seat:
     """
     import mpi4py
     mpi4py.rc.thread_level = "funneled"   # only the main thread speaks MPI
+    warnings.filterwarnings("ignore", "suspicious MPI execution environment")   # `check_launcher` says it in full
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
-    library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
+    library = " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\x00").split())
     check_launcher(comm.Get_size(), library)
     seats = comm.allgather((socket.gethostname(), cpu_model(), sorted(os.sched_getaffinity(0))))
     hosts, cpus = [s[0] for s in seats], [s[1] for s in seats]

@@ -34,7 +34,7 @@ _TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+\.layers\.(?P<layer>\d+)
 def searched_values(alpha: float, rank: int) -> int:
     """floor(alpha r): singular values of one factor that are searched.
 
-    Guarded against 0.1 * 10 = 0.99999...; see paper, section 3 and its Table 7.
+    Guarded against 0.29 * 100 = 28.999...; see paper, section 3 and its Table 7.
     """
     return math.floor(alpha * rank + 1e-9)
 

@@ -69,7 +69,7 @@ PY
 }
 if ! same_warm_start; then
     echo "quickstart: the supervised warm start (about a minute)"
-    python -m essa_mpi sft "$config" < /dev/null
+    TQDM_DISABLE=1 python -m essa_mpi sft "$config" < /dev/null
 fi
 [ -z "$prepare" ] || exit 0
 

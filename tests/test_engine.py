@@ -432,7 +432,8 @@ def test_families(family_of, prompts, name, mode):
     vectors = [oracle.candidate(0), None, np.zeros(oracle.spectrum.dimension), oracle.candidate(1)]
     wanted = [oracle.answers(prompts, vector) for vector in vectors]
     assert len({answers for group in wanted for answers in group}) > len(vectors)
-    with EngineSession(settings_of(model, adapter, mode, slots=3)) as engine:
+    # Three requests at a time: the batch changes all the time, and there are more adapters than requests.
+    with EngineSession(settings_of(model, adapter, mode, slots=3, max_num_seqs=3)) as engine:
         if mode == "slots":
             engine.place(vectors)
             found = ask(engine, *((k, prompt) for prompt in prompts for k in range(len(vectors))))

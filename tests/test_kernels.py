@@ -5,8 +5,10 @@ and CUDA kernels themselves; and, with TRITON_INTERPRET=1 in the environment, th
 Triton's interpreter (test_kernels_triton.py runs this file that way in a process of its own).
 """
 
+import ctypes
 import os
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -106,8 +108,9 @@ def test_write_slots(device, rank, length, dtype):
     k = 5
     x = (0.1 * normal(g, k, len(rows), 2, rank)).float()
     ids = [6, 0, 3, 1, 5]
-    on_device = x.to(device)
-    table.write(on_device[:, :, 0], on_device[:, :, 1], ids)        # views of the search vector, not copies
+    fenced = torch.full((k, len(rows), 2, rank + 1), float("nan"), device=device)   # what lies beside is not read
+    fenced[..., :rank] = x
+    table.write(fenced[:, :, 0, :rank], fenced[:, :, 1, :rank], ids)   # views, not copies
     width = layout.slot_width(rank, length)
     for p, stack in enumerate(stacks):
         for i, slot in enumerate(ids):
@@ -144,6 +147,35 @@ def test_write_slots_mixed_ranks_skipped_ids_and_history(device):
     table.write(-d, d, [1, 2])
     table.write(d, d, [0, 2])
     assert all(torch.equal(a, s[2]) for a, s in zip(first, stacks))
+
+
+def test_write_slots_skips_ids_outside_the_stack(device):
+    """The operator itself, which takes ids unseen: five slots of seven are the table's."""
+    stacks, factors, _, g = make_slots(device, torch.bfloat16, [33], 8, 8)
+    table = SlotTable([stacks[0][:5]], scale=2.0, **factors)
+    d = (0.1 * normal(g, 3, 1, 8)).float().to(device)
+    torch.ops.essa_mpi.write_slots(table.slots, table._table, table._tiles, table._u_t, table._m, table._s_a,
+                                   table._s_b, d, d, torch.tensor([-1, 5, 4], device=device), table._vector)
+    assert stacks[0][4].isfinite().all() and stacks[0][[0, 1, 2, 3, 5, 6]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype, step", [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=["bf16", "fp16"])
+def test_ties_go_to_even(device, dtype, step):
+    """Exact halves, which random numbers never hit, through all three ways of storing a result."""
+    halves = torch.tensor([1 + step / 2, 1 + 3 * step / 2, -1 - step / 2, -1 - 3 * step / 2] * 4, dtype=torch.float64)
+    want = torch.tensor([1, 1 + 2 * step, -1, -1 - 2 * step] * 4, dtype=torch.float64)
+    for length in (1, 8):                                           # scalar stores, vector stores
+        slot = torch.full((1, 1, 16, length), float("nan"), dtype=dtype, device=device)
+        one = [torch.ones(1, 1)], [torch.ones(1)], [torch.ones(1)]
+        SlotTable([slot], [halves[:, None]], *one).write(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
+        assert torch.equal(slot[0, 0, :, 0].double().cpu(), want)
+    for n in (16, 15):
+        out = torch.zeros(1, n, dtype=dtype, device=device)
+        dispatch.expand_add_(out, torch.ones(1, 1, device=device), halves[None, :n].float().contiguous().to(device))
+        assert torch.equal(out[0].double().cpu(), want[:n])
+        weight = torch.full((1, n), float("nan"), dtype=dtype, device=device)
+        MergeTable([weight], [torch.zeros_like(weight)], [torch.ones(1, 1)], [halves[:n, None]]).apply(torch.ones(1, 1, 1))
+        assert torch.equal(weight[0].double().cpu(), want[:n])
 
 
 def test_write_slots_with_a_row_stride(device):
@@ -424,6 +456,42 @@ def test_normals_are_the_authoritys_bits(device):
     out = torch.empty(1, 9, dtype=torch.float64, device=device)
     dispatch.normals_(out, 1, 1, [1], stream=1)                     # ones, which Triton likes to specialise on
     assert np.array_equal(out[0].cpu().numpy(), perturbation.normals(1, 1, 1, 9, stream=1))
+
+
+# The far branch of AS 241 is taken once in 4e10 numbers, so no run meets it: the function itself is asked.
+EXTREMES = np.array([2.0**-53, 1e-300, 1e-12, 3e-12, 1.3e-11, 1.4e-11, 0.074, 0.075, 0.0751, 0.5, 0.924, 0.925, 0.926,
+                     1 - 2.0**-40, 1 - 2.0**-52, 1 - 2.0**-53])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the CUDA source's turn")
+def test_inverse_normal_of_the_cuda_source(tmp_path):
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler (g++)")
+    source, library = tmp_path / "inverse.cpp", tmp_path / "inverse.so"
+    source.write_text('#include "philox.h"\nESSA_API void inverse(const double* u, double* z, int n) '
+                      '{ for (int i = 0; i < n; ++i) z[i] = inverse_normal(u[i]); }\n')
+    subprocess.run([compiler, "-O2", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", f"-I{build.SOURCES}",
+                    source, "-o", library], check=True)
+    z = np.full_like(EXTREMES, np.nan)
+    ctypes.CDLL(str(library)).inverse(EXTREMES.ctypes.data_as(ctypes.c_void_p), z.ctypes.data_as(ctypes.c_void_p), len(z))
+    assert np.array_equal(z.view(np.int64), perturbation._inverse_normal(EXTREMES).view(np.int64))
+
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl
+    from essa_mpi.kernels.triton_kernels import _inverse_normal
+
+    @triton.jit
+    def inverse_kernel(u, z, N: tl.constexpr):
+        at = tl.arange(0, N)
+        tl.store(z + at, _inverse_normal(tl.load(u + at)))
+
+    def test_inverse_normal_of_the_triton_kernel():
+        z = torch.full((len(EXTREMES),), float("nan"), dtype=torch.float64)
+        inverse_kernel[(1,)](torch.from_numpy(EXTREMES), z, N=len(EXTREMES))
+        assert np.array_equal(z.numpy().view(np.int64), perturbation._inverse_normal(EXTREMES).view(np.int64))
 
 
 def test_normals_refuse():

@@ -4,13 +4,14 @@ Its arithmetic is checked in test_kernels.py, where g++ compiles the same source
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from essa_mpi.kernels import build, cuda_kernels, dispatch  # noqa: E402
 
@@ -18,23 +19,55 @@ ROOT = Path(__file__).resolve().parent.parent
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc: the CUDA half cannot be compiled here")
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """capability -> (library, what ptxas said), each compiled once."""
+    done = {}
+
+    def build_for(capability):
+        if not build.supported(build.find_nvcc(), [capability]):
+            pytest.skip(f"this nvcc does not know sm_{capability}")
+        if capability not in done:
+            done[capability] = build.build([capability], tmp_path_factory.mktemp("cuda") / "libessa_kernels.so")
+        return done[capability]
+    return build_for
+
+
 @needs_nvcc
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)])
-def test_nvcc_compiles_without_spills(capability, tmp_path):
-    if not build.supported(build.find_nvcc(), [capability]):
-        pytest.skip(f"this nvcc does not know sm_{capability}")
-    library, report = build.build([capability], tmp_path / "libessa_kernels.so")
-    kernels = re.findall(r"Function properties for (\S+)", report)
-    assert len(kernels) >= 40, report[-2000:]
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow),
+                                        pytest.param(100, marks=pytest.mark.slow)])
+def test_nvcc_compiles_without_spills(capability, built):
+    library, report = built(capability)
+    assert len(re.findall(r"Function properties for (\S+)", report)) >= 40, report[-2000:]
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert spills and all(set(s) == {"0"} for s in spills), report
-    # It links no torch and needs no driver: it loads here, and knows that it is not for CPU tensors.
-    loaded = cuda_kernels.load(library)
+
+
+@needs_nvcc
+def test_the_library_loads_without_a_gpu_and_refuses_cpu_tensors(built):
+    loaded = cuda_kernels.load(built(90)[0])
     assert loaded.essa_for_gpu() == 1
-    import torch
-    with dispatch.forced("cuda"), pytest.raises(RuntimeError, match="built for the GPU"):
+    with dispatch.forced("cuda"), pytest.raises(RuntimeError, match="built for the GPU but the tensors are on cpu"):
         dispatch.checksum(torch.zeros(8))
     cuda_kernels.unload()
+
+
+@needs_nvcc
+def test_slots_and_weights_are_stored_16_bytes_at_a_time(built):
+    triton = pytest.importorskip("triton", reason="no triton, whose wheel holds the cuobjdump to read machine code with")
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not cuobjdump.is_file():
+        pytest.skip("triton's wheel has no cuobjdump to read machine code with")
+    sass = subprocess.run([cuobjdump, "-sass", built(90)[0]], capture_output=True, text=True, check=True).stdout
+    seen = 0
+    for function in sass.split("Function : ")[1:]:
+        name = function.split()[0]
+        if re.search(r"(write_slots|merged|expand)_kernelI", name):
+            stores = re.findall(r"\b(STG?\.E[.\w]*)", function)
+            vector = "Lb1EEv" in name   # the template's last argument
+            assert stores and all(s.startswith("STG.E.128") == vector for s in stores), (name, stores)
+            seen += 1
+    assert seen >= 30
 
 
 @needs_nvcc
@@ -48,27 +81,12 @@ def test_the_generator_is_never_fused(tmp_path):
     assert "mul.rn.f64" in text and "add.rn.f64" in text and "div.rn.f64" in text and "sqrt.rn.f64" in text
 
 
-@needs_nvcc
-def test_slots_are_stored_16_bytes_at_a_time(tmp_path):
-    ptx = tmp_path / "write_slots.ptx"
-    capability = build.supported(build.find_nvcc(), build.ARCHITECTURES)[0]
-    subprocess.run([build.find_nvcc(), "-O3", "-std=c++17", "-ptx", f"-arch=compute_{capability}",
-                    build.SOURCES / "write_slots.cu", "-o", ptx], check=True)
-    kernels = re.findall(r"\.entry (\w*write_slots_kernelI\w+)\((.*?)\n}", ptx.read_text(), re.S)
-    assert kernels
-    for name, body in kernels:
-        stores = re.findall(r"st\.global\.(\S+)", body)
-        vector = "Lb1E" in name   # the template's last argument
-        assert stores and all(s.startswith("v4.") == vector for s in stores), (name, stores)
-
-
-def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
-    try:
-        library = build.build_host(tmp_path / "libessa_host.so")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    cuda_kernels.load(library)
-    monkeypatch.setattr(build, "source_digest", lambda: "another")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_library_of_other_sources_is_refused(tmp_path):
+    source, library = tmp_path / "old.cpp", tmp_path / "libessa_kernels.so"
+    source.write_text('extern "C" const char* essa_source_digest() { return "old"; }\n'
+                      'extern "C" const char* essa_error(int) { return ""; }\n')
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
     with pytest.raises(RuntimeError, match="built from other sources; build it again: python -m essa_mpi.kernels.build"):
         cuda_kernels.load(library)
     cuda_kernels.unload()

@@ -148,3 +148,15 @@ def test_compiles(kernel, capability, wide_stores, tmp_path):
         ptx = compiled.asm["ptx"]
         assert "fma.rn.f64" not in ptx and "div.full" not in ptx and "approx" not in ptx
         assert "mul.rn.f64" in ptx and "add.rn.f64" in ptx and "div.rn.f64" in ptx and "sqrt.rn.f64" in ptx
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=name) for name, k in [
+    ("write_slots", write_slots(1, 8)), ("core_step", core_step(1)), ("expand", expand(1)), ("left", left(1)),
+    ("merged", merged(1)), ("checksum", checksum()), ("normals", normals())]])
+def test_compiles_with_every_integer_1(kernel):
+    """Triton turns an argument of 1 into a constant, which has no .to(): one token, one candidate must compile."""
+    function, constants, options = kernel
+    types = {**TYPES, **options.get("types", {})}
+    integers = [p.name for p in function.params if p.name not in constants and not p.do_not_specialize
+                and types.get(p.name, "i32") == "i32"]
+    assert compile_for(90, function, {**constants, **dict.fromkeys(integers, 1)}, options).asm["cubin"]

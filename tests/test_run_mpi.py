@@ -354,6 +354,25 @@ def test_missing_scores_are_counted_and_shown(mpirun, folder):
     assert show.stdout.count("5 missing") == 2, show.stderr
 
 
+@of("cma")
+def test_evaluation_scores_the_same_on_any_number_of_ranks(mpirun, uninterrupted):
+    """The rows, the sums and the bits of the held-out scores that the run ended with."""
+    folder = uninterrupted[0]
+    run(mpirun, 3, folder, "--eval", "runs/run", *GAPS)
+    found = json.loads((folder / "eval.json").read_text())
+    expected = json.loads((folder / "runs/run/summary.json").read_text())["heldout"]
+    assert {key: found[key] for key in expected} == expected and expected["base"] != expected["evolved"]
+
+
+@of("cma")
+def test_an_error_in_evaluation_is_told_once(mpirun, uninterrupted):
+    folder = uninterrupted[0]
+    for _ in range(2):      # the second is told too
+        outcome = run(mpirun, 3, folder, "--eval", "runs/run", *fault("raise"), rc=1)
+        assert re.search(r"rank \d on \S+: RuntimeError: a fault .*logs/eval_failed.txt", told(outcome))
+    assert not (folder / "runs/run/failed.txt").exists()
+
+
 # -- kill and resume ---------------------------------------------------------------------------------------
 
 def kill_all(job):
@@ -465,14 +484,15 @@ def test_two_ranks_have_different_cores(tmp_path, binding):
         pytest.skip("MPICH's option")
     code = ("import os; before = sorted(os.sched_getaffinity(0)); from essa_mpi.seat import take; s = take(); "
             "after = sorted(os.sched_getaffinity(0)); "
-            "import json; print(json.dumps([s.local_rank, before, after, os.environ['OMP_NUM_THREADS']]), flush=True)")
+            "import json; json.dump([s.local_rank, before, after, os.environ['OMP_NUM_THREADS']], "
+            "open(f'seat{s.local_rank}', 'w'))")     # two ranks' lines can mix on the way through mpirun
     # Under its own session and with a time limit; the fixture mpirun takes no options of mpirun's.
     environment = {k: v for k, v in os.environ.items() if k not in
                    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") and not k.startswith("PMI_")}
     done = subprocess.run(["timeout", "-k", "5", str(PATIENCE), mpiexec, "-n", "2", *binding, sys.executable, "-c", code],
                           capture_output=True, text=True, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    seats = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(2)]
     assert [rank for rank, *_ in seats] == [0, 1]
     if binding:
         assert [before for _, before, *_ in seats] == [[0], [0]]

@@ -564,9 +564,9 @@ def test_a_generation_without_any_score_is_an_error_on_every_rank():
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("after", [1, 5])
+@pytest.mark.parametrize("after", [-1, 1, 5])
 def test_a_flipped_bit_stops_all_ranks_before_its_scores_are_used(after):
-    """After generation 1: at the next all-gather. After the last, 5: at the closing check."""
+    """After generation 1: at the next all-gather. After the last, 5: at the closing check. Before any: at the first."""
     settings, task = small_task()
     world = real_world(counting=True)
     search = make_search("cma", 4, 7, 0.3, 1)
@@ -582,6 +582,8 @@ def test_a_flipped_bit_stops_all_ranks_before_its_scores_are_used(after):
         if generation == after and world.rank == world.size - 1:
             flip(search)
     search.tell = told
+    if after < 0 and world.rank == world.size - 1:
+        flip(search)
     with pytest.raises(DigestError, match=f"on ranks {world.size - 1} "):
         evolve(settings, world, task, DeterministicScorer(settings, Faults(0, []), 0.0), search, 0, record)
     assert [g.number for g in generations] == list(range(after + 1))
