@@ -99,11 +99,11 @@ class Engine:
             cores = None if vector is None else self._spectrum.cores(vector)
             self._llm.collective_rpc("essa_place_merged", args=(cores,))
         else:
-            cores = [self._spectrum.cores(v) for v in vectors if v is not None]
-            if len(cores) > self.capacity:
-                raise ValueError(f"{len(cores)} candidates for {self.capacity} slots")
-            if cores:
-                self._llm.collective_rpc("essa_place_slots", args=(cores,))
+            offsets = [self._spectrum.offsets(v) for v in vectors if v is not None]
+            if len(offsets) > self.capacity:
+                raise ValueError(f"{len(offsets)} candidates for {self.capacity} slots")
+            if offsets:
+                self._llm.collective_rpc("essa_place_slots", args=(np.stack(offsets),))
         self._slot_of = dict(zip([i for i, v in enumerate(vectors) if v is not None], range(self.capacity)))
         # KV blocks are keyed by tokens and adapter name, not by weights: without this a candidate
         # would be scored on its predecessor's keys and values, silently.

@@ -9,6 +9,7 @@ listed in `PRIVATE_PARTS` and checked by a test, so that an upgrade is a decisio
 import numpy as np
 import torch
 
+from .kernels.tables import MergeTable, SlotTable
 from .spectrum import Spectrum
 
 # Where a projection lives in vLLM's fused layers: (layer name, slice of it).
@@ -79,27 +80,30 @@ class Placement:
             manager.pin_adapter(slot + 1)
         # Slots are not handed out in order of adapter id: look them up.
         self._essa_slot = [manager.lora_index_to_id.index(slot + 1) for slot in range(slots)]
-        self._essa_targets = []
+        stacked, bases = [], []
         for p in self._essa.projections:
             layer_name, part = fused_name(p.module, p.name)
             layer = manager.modules[layer_name]
-            basis = torch.from_numpy(p.U_B).to(device=self.device, dtype=torch.float32)
+            basis = torch.from_numpy(p.U_B)
             if layer.tp_size > 1:   # the rows of U_B this worker's shard of the output has
                 parts = [None] * layer.n_slices
                 parts[part] = basis
                 basis = layer.slice_lora_b(parts)[part] if layer.n_slices > 1 else layer.slice_lora_b(basis)
-            self._essa_targets.append((layer.lora_b_stacked[part], basis.contiguous()))
-        return {"slots": slots, "layers": len(self._essa_targets)}
+            stacked.append(layer.lora_b_stacked[part])
+            bases.append(basis)
+        ps = self._essa.projections
+        self._essa_table = SlotTable(stacked, bases, [p.mixing for p in ps], [p.s_A for p in ps],
+                                     [p.s_B for p in ps], [p.scale for p in ps])
+        return {"slots": slots, "layers": len(stacked)}
 
-    def essa_place_slots(self, cores: list[list[np.ndarray]]) -> None:
-        """Write candidate k into slot k: cores[k][i] is (r, r) float64 of projection i."""
-        index = torch.tensor(self._essa_slot[:len(cores)], device=self.device)
-        for i, (stacked, basis) in enumerate(self._essa_targets):
-            core = torch.from_numpy(np.stack([c[i] for c in cores])).to(device=self.device, dtype=torch.float32)
-            slot_b = torch.matmul(basis, core)                           # (K, m, r)
-            # Columns beyond r stay zero from registration; index_copy_ writes in place, so pointers
-            # baked into CUDA graphs and punica's tables stay good.
-            stacked[:, 0, :slot_b.shape[1], :slot_b.shape[2]].index_copy_(0, index, slot_b.to(stacked.dtype))
+    def essa_place_slots(self, offsets: np.ndarray) -> None:
+        """Write candidate k into slot k. offsets: (K, 2, projections, r) float64, added to s_A and to s_B.
+
+        All layers and candidates in one launch of our kernel, in place: pointers baked into CUDA
+        graphs and punica's tables stay good.
+        """
+        offsets = torch.from_numpy(offsets)
+        self._essa_table.write(offsets[:, 0], offsets[:, 1], self._essa_slot[:len(offsets)])
 
     # -- merged: one candidate in the base weights -----------------------------------------------
 
@@ -113,34 +117,58 @@ class Placement:
         for i, p in enumerate(self._essa.projections):
             layer_name, part = fused_name(p.module, p.name)
             by_layer.setdefault(layer_name, []).append((part, i))
-        self._essa_layers = []
+        self._essa_packed, self._essa_merge, targets = [], None, []
         for name, parts in by_layer.items():
             layer = modules[name]
             if type(layer.quant_method).__name__ != "UnquantizedLinearMethod":
                 raise ValueError(f"mode = 'merged' needs an unquantised base, but {name} is quantised; use 'slots'")
-            weight = _recover_weight(layer)
-            sizes = getattr(layer, "output_sizes", None) or [weight.shape[0]]
+            pristine = _recover_weight(layer)
+            sizes = getattr(layer, "output_sizes", None) or [pristine.shape[0]]
             rows = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
             spans = [(slice(int(rows[part]), int(rows[part + 1])), i) for part, i in sorted(parts)]
-            self._essa_layers.append((layer, weight, spans))
-        self._essa_bases = [
-            (torch.from_numpy(p.U_B).to(self.device, torch.float32),
-             torch.from_numpy(np.ascontiguousarray(p.V_A.T)).to(self.device, torch.float32))
-            for p in self._essa.projections]
-        return {"slots": 1, "layers": len(self._essa_layers)}
+            if layer.weight.numel():
+                targets += [(layer.weight.data[span], pristine[span], i) for span, i in spans]
+            else:
+                self._essa_packed.append((layer, pristine, [(span, i, *_float_bases(self._essa.projections[i]))
+                                                            for span, i in spans]))
+        if targets:
+            ps = [self._essa.projections[i] for _, _, i in targets]
+            self._essa_order = [i for _, _, i in targets]
+            self._essa_merge = MergeTable([w for w, _, _ in targets], [w_0 for _, w_0, _ in targets],
+                                          [p.U_B for p in ps], [p.V_A for p in ps])
+        return {"slots": 1, "layers": len(by_layer)}
 
     def essa_place_merged(self, cores: list[np.ndarray] | None) -> None:
-        """W = round(W_0 + U_B core V_A^T) from the pristine W_0; None restores W_0 bit by bit."""
-        for layer, pristine, spans in self._essa_layers:
+        """W = round(W_0 + U_B core V_A^T) from the pristine W_0; None restores W_0 bit by bit.
+
+        By our kernel, in place, where the engine holds plain weights; where vLLM packed them
+        (CPUs), by dense products into a copy that is packed anew.
+        """
+        if self._essa_merge is not None:
+            self._essa_merge_in_place(cores)
+        for layer, pristine, spans in self._essa_packed:
             weight = pristine
             if cores is not None:
                 weight = pristine.clone()
-                for rows, i in spans:
-                    basis_b, basis_a = self._essa_bases[i]
-                    core = torch.from_numpy(cores[i]).to(self.device, torch.float32)
-                    update = (basis_b @ core) @ basis_a
-                    weight[rows] = (pristine[rows].float() + update).to(pristine.dtype)
-            _write_weight(layer, weight)
+                for span, i, basis_b, basis_a in spans:
+                    update = (basis_b @ torch.from_numpy(cores[i]).float()) @ basis_a
+                    weight[span] = (pristine[span].float() + update).to(pristine.dtype)
+            _pack_weight(layer, weight)
+
+    def _essa_merge_in_place(self, cores):
+        if cores is None:
+            self._essa_merge.restore()
+            return
+        rank = self._essa_merge.rank
+        padded = np.zeros((len(self._essa_order), rank, rank))
+        for at, i in enumerate(self._essa_order):
+            padded[at, :len(cores[i]), :len(cores[i])] = cores[i]
+        self._essa_merge.apply(torch.from_numpy(padded))
+
+
+def _float_bases(p) -> tuple[torch.Tensor, torch.Tensor]:
+    """(U_B, V_A^T) float32 (m, r) and (r, n)."""
+    return torch.from_numpy(p.U_B).float(), torch.from_numpy(np.ascontiguousarray(p.V_A.T)).float()
 
 
 def _recover_weight(layer) -> torch.Tensor:
@@ -153,10 +181,8 @@ def _recover_weight(layer) -> torch.Tensor:
     return torch.cat(chunks).t().contiguous()
 
 
-def _write_weight(layer, weight: torch.Tensor) -> None:
-    if layer.weight.numel():
-        layer.weight.data.copy_(weight)     # in place: CUDA graphs hold the pointer
-        return
+def _pack_weight(layer, weight: torch.Tensor) -> None:
+    """Give a CPU layer a new weight, packed as vLLM packed the first."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=True)

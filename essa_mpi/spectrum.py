@@ -121,6 +121,14 @@ class Spectrum:
             at += 2 * k
         return result
 
+    def offsets(self, x: np.ndarray) -> np.ndarray:
+        """(2, projections, largest rank) float64: what x adds to s_A (0) and s_B (1), zero where nothing."""
+        result = np.zeros((2, len(self.projections), self.max_rank))
+        for i, (p, pair) in enumerate(zip(self.projections, self.spectra(x))):
+            for factor, (s, moved) in enumerate(zip((p.s_A, p.s_B), pair)):
+                result[factor, i, :p.rank] = moved - s
+        return result
+
     def cores(self, x: np.ndarray) -> list[np.ndarray]:
         """scale * diag(s_B + d_B) M diag(s_A + d_A), (r, r) float64, one a projection."""
         return [p.scale * s_B[:, None] * p.mixing * s_A[None, :]

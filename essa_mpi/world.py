@@ -9,6 +9,7 @@ padded to the largest share. Its size depends on neither the model nor the rewar
 import os
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -206,25 +207,35 @@ class World:
             self._mpi.COMM_WORLD.Abort(code)
 
     def _report(self, error: BaseException, code: int) -> None:
+        """Say it, unless another rank has: ranks that fail together would repeat one another."""
         line = f"essa_mpi: rank {self.rank} on {self.hosts[self.rank]}: {_one_line(error)}"
-        first = True
+        file, told = None, False
         if self.failure_file is not None:
-            try:    # whoever creates the file speaks; ranks that fail together would repeat one another
-                handle = os.open(self.failure_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-                with os.fdopen(handle, "w") as f:
-                    f.write(line + "\n" + "".join(traceback.format_exception(error)))
-                if code == 1:
-                    line += f" (traceback in {self.failure_file})"
+            try:    # whoever creates the file speaks
+                file = os.open(self.failure_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
             except FileExistsError:
-                first = False
+                told = self._wait_until_told()
             except OSError:
                 pass
-        if first:
-            print(line, file=self.err, flush=True)
-        else:
-            threading.Event().wait(2.0)   # let the one who speaks end the job
+        try:
+            if not told:
+                where = f" (traceback in {self.failure_file})" if file is not None and code == 1 else ""
+                print(line + where, file=self.err, flush=True)
+        finally:
+            if file is not None:
+                text = line + "\n" + "".join(traceback.format_exception(error))
+                os.write(file, text.encode(errors="replace"))
         sys.stdout.flush()
         sys.stderr.flush()
+
+    def _wait_until_told(self) -> bool:
+        """Whether the rank that created the failure file has spoken: then it fills the file and ends the job."""
+        for _ in range(100):    # counted, not timed: on a machine that stood still all time is up at once
+            time.sleep(0.05)
+            if os.path.getsize(self.failure_file):
+                time.sleep(2.0)
+                return True
+        return False
 
     def install_hooks(self) -> None:
         """An exception nobody caught, in any thread, ends the job instead of hanging the others."""

@@ -352,9 +352,24 @@ def test_a_users_error_ends_with_code_2(lonely):
     assert failing(lonely, UserError("mend it")) == (2, "essa_mpi: rank 0 on node0: mend it\n")
 
 
-def test_who_fails_second_says_nothing(lonely):
-    Path(lonely.failure_file).touch()
-    assert failing(lonely, RuntimeError("x")) == (1, "")
+@pytest.mark.parametrize("first_has_spoken", [True, False])
+def test_who_fails_second_speaks_only_if_the_first_never_does(lonely, monkeypatch, first_has_spoken):
+    monkeypatch.setattr("essa_mpi.world.time.sleep", lambda seconds: None)
+    Path(lonely.failure_file).write_text("essa_mpi: rank 1 ..." if first_has_spoken else "")
+    said = "" if first_has_spoken else "essa_mpi: rank 0 on node0: RuntimeError: x\n"
+    assert failing(lonely, RuntimeError("x")) == (1, said)
+
+
+def test_who_fails_second_waits_for_the_first_to_speak(lonely, monkeypatch):
+    path, naps = Path(lonely.failure_file), []
+    path.touch()
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 90:
+            path.write_text("essa_mpi: rank 1 ...")
+    monkeypatch.setattr("essa_mpi.world.time.sleep", nap)
+    assert failing(lonely, RuntimeError("x")) == (1, "") and len(naps) == 91
 
 
 @pytest.mark.parametrize("obstacle", ["no folder", "no stderr"])
