@@ -49,8 +49,8 @@ class Engine:
         from vllm.lora.request import LoRARequest
         self._config, self._spectrum = config, spectrum
         self._merged = config.mode == "merged"
-        if self._merged and config.tensor_parallel > 1:
-            raise UserError("config: mode = 'merged' needs tensor_parallel = 1; use mode = 'slots'")
+        if config.mode != "slots" and config.tensor_parallel > 1:
+            raise UserError(f"config: mode = {config.mode!r} needs tensor_parallel = 1; use mode = 'slots'")
         self.capacity = 1 if self._merged else min(config.slots, config.max_num_seqs)
         options = dict(
             model=config.model, dtype=config.dtype, tensor_parallel_size=config.tensor_parallel,
@@ -62,13 +62,15 @@ class Engine:
             options.update(enforce_eager=True, kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30))
         else:
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
+            if config.mode == "shared":     # its layers are replaced after vLLM would have captured CUDA graphs
+                options["enforce_eager"] = True
         if not self._merged:
             layers = {"qkv_proj", "o_proj"}
             if any(p.searched == 0 for p in spectrum.projections):
                 layers |= {"gate_up_proj", "down_proj"}
             options.update(
                 enable_lora=True, max_loras=self.capacity + 1, max_cpu_loras=self.capacity + 1,
-                max_lora_rank=next(r for r in MAX_RANKS if r >= spectrum.max_rank),
+                max_lora_rank=1 if config.mode == "shared" else next(r for r in MAX_RANKS if r >= spectrum.max_rank),
                 lora_target_modules=sorted(layers))
         options.update(config.vllm)
         try:
@@ -94,16 +96,18 @@ class Engine:
         At most `capacity` that are not None; in merged mode one in all.
         """
         began = time.perf_counter()
+        placed = [v for v in vectors if v is not None]
+        if len(placed) > self.capacity:
+            raise ValueError(f"{len(placed)} candidates for {self.capacity} places")
         if self._merged:
             [vector] = vectors
             cores = None if vector is None else self._spectrum.cores(vector)
             self._llm.collective_rpc("essa_place_merged", args=(cores,))
-        else:
-            offsets = [self._spectrum.offsets(v) for v in vectors if v is not None]
-            if len(offsets) > self.capacity:
-                raise ValueError(f"{len(offsets)} candidates for {self.capacity} slots")
-            if offsets:
-                self._llm.collective_rpc("essa_place_slots", args=(np.stack(offsets),))
+        elif placed and self._config.mode == "shared":
+            self._llm.collective_rpc("essa_place_shared", args=([self._spectrum.cores(v) for v in placed],))
+        elif placed:
+            offsets = np.stack([self._spectrum.offsets(v) for v in placed])
+            self._llm.collective_rpc("essa_place_slots", args=(offsets,))
         self._slot_of = dict(zip([i for i, v in enumerate(vectors) if v is not None], range(self.capacity)))
         # KV blocks are keyed by tokens and adapter name, not by weights: without this a candidate
         # would be scored on its predecessor's keys and values, silently.

@@ -41,7 +41,7 @@ class Placement:
     def essa_setup(self, mode: str, adapter: str, alpha: float, slots: int) -> dict:
         """Prepare the tensors candidates are written into. Returns what there is.
 
-        mode: "slots" or "merged". adapter: the peft folder. slots: candidates at once.
+        mode: "slots", "shared" or "merged". adapter: the peft folder. slots: candidates at once.
         """
         self._essa = spectrum = Spectrum.load(adapter, alpha)
         model = self.model_runner.get_model()
@@ -50,6 +50,8 @@ class Placement:
         missing = sorted(name for name in fused if name not in modules)
         if missing:
             raise ValueError(f"the engine's model has no layer {missing[0]}")
+        if mode == "shared":
+            return self._essa_setup_shared(slots)
         return self._essa_setup_slots(slots) if mode == "slots" else self._essa_setup_merged(modules)
 
     # -- slots: vLLM's own LoRA tensors ----------------------------------------------------------
@@ -61,25 +63,13 @@ class Placement:
         The last adapter is the base model: its B stays zero. (vLLM's CPU kernels read the index -1 of
         rows without an adapter as the last slot's, whatever is in it.)
         """
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.peft_helper import PEFTHelper
         manager = self.model_runner.lora_manager._adapter_manager
-        rank = self._essa.max_rank
-        # lora_alpha = r: the scale is in the core already.
-        helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": sorted(_FUSED)})
         tensors = {}
         for p in self._essa.projections:
             name = f"base_model.model.{p.module}"
             tensors[f"{name}.lora_A.weight"] = torch.from_numpy(np.ascontiguousarray(p.V_A.T)).float()
             tensors[f"{name}.lora_B.weight"] = torch.zeros(p.U_B.shape, dtype=torch.float32)
-        dtype = manager.lora_config.lora_dtype
-        for slot in range(slots + 1):
-            lora = LoRAModel.from_lora_tensors(slot + 1, tensors, helper, device="cpu", dtype=dtype)
-            manager.add_adapter(lora)
-            manager.activate_adapter(slot + 1)
-            manager.pin_adapter(slot + 1)
-        # Slots are not handed out in order of adapter id: look them up.
-        self._essa_slot = [manager.lora_index_to_id.index(slot + 1) for slot in range(slots)]
+        self._essa_register(manager, tensors, self._essa.max_rank, slots + 1)
         stacked, bases = [], []
         for p in self._essa.projections:
             layer_name, part = fused_name(p.module, p.name)
@@ -104,6 +94,43 @@ class Placement:
         """
         offsets = torch.from_numpy(offsets)
         self._essa_table.write(offsets[:, 0], offsets[:, 1], self._essa_slot[:len(offsets)])
+
+    def _essa_register(self, manager, tensors: dict, rank: int, count: int) -> None:
+        """Pin `count` adapters of these tensors, ids 1, 2, ..., and find the slot each one got."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+        # lora_alpha = r: the scale is in the core already.
+        helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": sorted(_FUSED)})
+        for adapter_id in range(1, count + 1):
+            lora = LoRAModel.from_lora_tensors(adapter_id, tensors, helper, device="cpu",
+                                               dtype=manager.lora_config.lora_dtype)
+            manager.add_adapter(lora)
+            manager.activate_adapter(adapter_id)
+            manager.pin_adapter(adapter_id)
+        # Slots are not handed out in order of adapter id: look them up.
+        self._essa_slot = [manager.lora_index_to_id.index(adapter_id) for adapter_id in range(1, count + 1)]
+
+    # -- shared: V_A and U_B once for all candidates ---------------------------------------------
+
+    def _essa_setup_shared(self, candidates: int) -> dict:
+        """Adapters of rank 1 that hold nothing: vLLM keeps for us whose token it is. See shared_basis."""
+        from .shared_basis import SharedBasis
+        manager = self.model_runner.lora_manager._adapter_manager
+        first = self._essa.projections[0]
+        name = f"base_model.model.{first.module}"
+        tensors = {f"{name}.lora_A.weight": torch.zeros(1, len(first.V_A)),
+                   f"{name}.lora_B.weight": torch.zeros(len(first.U_B), 1)}
+        self._essa_register(manager, tensors, 1, candidates + 1)
+        layers = {}
+        for i, p in enumerate(self._essa.projections):
+            layer_name, part = fused_name(p.module, p.name)
+            layers.setdefault(layer_name, []).append((part, i))
+        self._essa_shared = SharedBasis(layers, self._essa, candidates + 1, manager, self.device)
+        return {"slots": candidates, "layers": len(layers)}
+
+    def essa_place_shared(self, cores: list[list[np.ndarray]]) -> None:
+        """Candidate k's cores[k][i], (r, r) float64 of projection i, for the tokens of adapter k + 1."""
+        self._essa_shared.write(self._essa_slot[:len(cores)], cores)
 
     # -- merged: one candidate in the base weights -----------------------------------------------
 

@@ -19,7 +19,7 @@ import torch
 from .spectrum import Spectrum
 
 # Gathering every layer's core for each token once a step beats sixty gathers, while it is small.
-GATHER_BYTES = 64 * 2**20
+GATHER_BYTES = 4 * 2**20
 
 
 class SharedBasis:
@@ -39,7 +39,7 @@ class SharedBasis:
             self._patch(layer, [(part, spectrum.projections[i], i) for part, i in sorted(parts)], device)
             self._wrapper = layer.punica_wrapper
         self.cores = torch.zeros(candidates + 1, self._width, dtype=torch.float32, device=device)
-        self.index = torch.full((0,), candidates, dtype=torch.long, device=device)
+        self.index = None          # (T,) int64: each token's row of `cores`
         self._follow_mapping(manager)
 
     def write(self, slots: list[int], cores: list[list[np.ndarray]]) -> None:
@@ -52,7 +52,6 @@ class SharedBasis:
                 block[:width, :width] = candidate[i].T
                 rows[k, at:at + rank * rank] = block.ravel()
         self.cores[torch.tensor(slots, device=self.cores.device)] = torch.from_numpy(rows).to(self.cores.device)
-        self.tokens = None
         self._stale = True
 
     def _follow_mapping(self, manager) -> None:

@@ -207,14 +207,16 @@ if ! grep -q '>>> essa_mpi >>>' "$venv/bin/activate"; then
 
 # >>> essa_mpi >>>
 # For Open MPI, which by itself refuses root (containers), refuses more ranks than cores, and binds each
-# of two ranks to one core however many there are. Values set before win, and so do mpirun's own options.
-# OMPI_MCA_* is Open MPI 4's spelling, PRTE_MCA_* Open MPI 5's. MPICH needs nothing.
+# of two ranks to one core however many there are. mpirun's own options win. If one of the four below is
+# set, none is touched: Open MPI 5 (PRTE_MCA_*) binds nothing once it may oversubscribe, whatever its
+# binding policy says. OMPI_MCA_* is Open MPI 4's spelling. MPICH needs nothing.
 export OMPI_ALLOW_RUN_AS_ROOT="${OMPI_ALLOW_RUN_AS_ROOT:-1}"
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-1}"
-export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe:-1}"
-export OMPI_MCA_hwloc_base_binding_policy="${OMPI_MCA_hwloc_base_binding_policy:-none}"
-export PRTE_MCA_rmaps_default_mapping_policy="${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}"
-export PRTE_MCA_hwloc_default_binding_policy="${PRTE_MCA_hwloc_default_binding_policy:-none}"
+if [ -z "${PRTE_MCA_rmaps_default_mapping_policy:-}${PRTE_MCA_hwloc_default_binding_policy:-}" ] &&
+        [ -z "${OMPI_MCA_rmaps_base_oversubscribe:-}${OMPI_MCA_hwloc_base_binding_policy:-}" ]; then
+    export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
+    export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
+fi
 # <<< essa_mpi <<<
 BLOCK
 fi

@@ -151,6 +151,11 @@ class Served:
                     digest.update(_bytes(tensor))
         return [digest.hexdigest() for digest in digests]
 
+    def core_bits(self):
+        """A digest of the cores of each place (shared); the last row, of no candidate, left out."""
+        return [hashlib.blake2b(_bytes(row), digest_size=8).hexdigest()
+                for row in self._worker()._essa_shared.cores[:-1]]
+
     def slot(self, layer, part, index):
         """(A, B) of one slice of a layer in slot `index`: float32 numpy (r, n) and (m, r), padding and all."""
         layer = self._lora().modules[layer]

@@ -177,10 +177,10 @@ def settings_of(model, adapter, mode, **more):
             "max_model_len": 320, "max_num_seqs": 32, "kv_cache_gib": 0.25, "max_tokens": TOKENS, **more}
 
 
-@pytest.fixture(scope="module", params=["slots", "merged"])
+@pytest.fixture(scope="module", params=["slots", "shared", "merged"])
 def engine(request, real_model, adapter):
     with EngineSession(settings_of(real_model, adapter, request.param),
-                       SLOT_ORDER if request.param == "slots" else None) as session:
+                       SLOT_ORDER if request.param != "merged" else None) as session:
         yield session
 
 
@@ -188,6 +188,7 @@ def engine(request, real_model, adapter):
 ADAPTED = [f"model.layers.{layer}.self_attn.{name}" for layer in (0, 3, 29) for name in ("qkv_proj", "o_proj")]
 OTHERS = [f"model.layers.3.mlp.{name}" for name in ("gate_up_proj", "down_proj")]
 
+in_batches = pytest.mark.parametrize("engine", ["slots", "shared"], indirect=True)
 in_slots = pytest.mark.parametrize("engine", ["slots"], indirect=True)
 when_merged = pytest.mark.parametrize("engine", ["merged"], indirect=True)
 
@@ -200,7 +201,7 @@ def test_base_warm_start_and_candidates_answer_as_with_peft(engine, oracle, prom
         assert ask_one(engine, vector, prompts) == answers
 
 
-@in_slots
+@in_batches
 def test_a_mixed_batch_answers_as_with_peft(engine, oracle, prompts):
     """All slots full and base rows among them, interleaved in one continuous batch."""
     vectors = [oracle.candidate(0), None, *(oracle.candidate(k) for k in (1, 2, 3))]
@@ -244,11 +245,12 @@ def test_a_candidate_has_the_same_bits_whatever_was_placed_before(engine, oracle
 
     def bits(vectors, place):
         engine.place(vectors)
-        return (engine.call("slot_bits")[SLOT_ORDER[place]] if engine.mode == "slots" else
-                engine.call("weight_bits", ADAPTED))
+        if engine.mode == "merged":
+            return engine.call("weight_bits", ADAPTED)
+        return engine.call({"slots": "slot_bits", "shared": "core_bits"}[engine.mode])[SLOT_ORDER[place]]
 
     found = [bits([X[0]], 0)]
-    if engine.mode == "slots":      # also: in whichever slot, beside however many
+    if engine.mode != "merged":     # also: in whichever slot, beside however many
         found += [bits([X[1], X[2], X[3], X[0]], 3), bits([X[3], X[0]], 1), bits([None, X[0], X[2]], 0)]
         others = [bits([X[0], X[1]], 1), bits([None], 4)]
     else:
@@ -303,7 +305,7 @@ def test_no_candidate_answers_from_its_predecessors_kv_cache(engine, oracle, lon
 
 
 def test_too_many_candidates_are_refused(engine, oracle):
-    with pytest.raises(ValueError, match="5 candidates for 4 slots" if engine.mode == "slots" else "to unpack"):
+    with pytest.raises(ValueError, match=f"{engine.capacity + 1} candidates for {engine.capacity} places"):
         engine.place([oracle.candidate(0)] * (engine.capacity + 1))
 
 
@@ -428,7 +430,7 @@ def family_of(real_model, tmp_path_factory):
 
 @pytest.mark.parametrize("name, mode", [
     pytest.param(name, mode, marks=() if (name, mode) in (("llama", "slots"), ("qwen2", "merged")) else pytest.mark.slow)
-    for name in FAMILIES for mode in ("slots", "merged")])
+    for name in FAMILIES for mode in ("slots", "shared", "merged")])
 def test_families(family_of, prompts, name, mode):
     model, adapter, oracle = family_of(name)
     vectors = [oracle.candidate(0), None, np.zeros(oracle.spectrum.dimension), oracle.candidate(1)]
