@@ -205,6 +205,7 @@ class World:
             self._report(error, code)
         finally:    # also when nothing can be printed any more
             self._mpi.COMM_WORLD.Abort(code)
+            os._exit(code)      # MPICH's Abort may return before the process is ended
 
     def _report(self, error: BaseException, code: int) -> None:
         """Say it, unless another rank has: ranks that fail together would repeat one another."""

@@ -202,9 +202,8 @@ if [ "$kind" = cpu ]; then
         give_up "pip could not remove torchvision"
 fi
 
-if ! grep -q '>>> essa_mpi >>>' "$venv/bin/activate"; then
-    cat >> "$venv/bin/activate" <<'BLOCK'
-
+sed -i '/^# >>> essa_mpi >>>/,/^# <<< essa_mpi <<</d' "$venv/bin/activate"
+cat >> "$venv/bin/activate" <<'BLOCK'
 # >>> essa_mpi >>>
 # For Open MPI, which by itself refuses root (containers), refuses more ranks than cores, and binds each
 # of two ranks to one core however many there are. mpirun's own options win. If one of the four below is
@@ -219,7 +218,6 @@ if [ -z "${PRTE_MCA_rmaps_default_mapping_policy:-}${PRTE_MCA_hwloc_default_bind
 fi
 # <<< essa_mpi <<<
 BLOCK
-fi
 
 mpi4py_for() {  # the arguments are pip's
     step "installing mpi4py for ${mpirun:-the MPI in .venv}" "$venv/bin/python" -m pip --disable-pip-version-check \

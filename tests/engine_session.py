@@ -23,7 +23,7 @@ class EngineSession:
     in LoRA slot slot_order[k], instead of in the first that is free. Use as a context manager.
     """
 
-    def __init__(self, table: dict | None, slot_order: list[int] | None = None, timeout: float = 300):
+    def __init__(self, table: dict | None, slot_order: list[int] | None = None, timeout: float = 600):
         self._timeout = timeout
         self._log = tempfile.TemporaryFile()
         self._connection, theirs = multiprocessing.Pipe()
