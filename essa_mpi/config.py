@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,8 +133,15 @@ def _check(key, value):
         least = f"above {low}" if rule["open_low"] else f"at least {low}"
         most = "" if high is None else f" and at most {high}"
         raise UserError(f"config: {key} = {value}: must be {least}{most}")
-    if key == "name" and (not value or "/" in value or value.startswith(".")):
-        raise UserError(f"config: name = {value!r}: names the folder runs/<name>; needs a plain name without '/'")
+    if key == "name" and not re.fullmatch(r"\w[\w .,+=@-]*", value):
+        raise UserError(f"config: name = {value!r}: names the folder runs/<name>; needs a plain name of letters, "
+                        f"digits and . , + = @ - _ that starts with a letter or digit")
+    if kind is dict:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise UserError(f"config: {key} = {value}: its values must be strings, finite numbers, booleans, "
+                            f"lists or tables") from None
     return value
 
 

@@ -64,8 +64,6 @@ def _config(settings) -> list[str]:
     try:
         from .run import Prepared
         Prepared(settings)
-        from .rewards import load_reward
-        load_reward(settings)
     except UserError as error:
         return [str(error)]
     return []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import Config
+from .config import Config, UserError
 from .scoring import Arm
 from .world import Busy, Exchanged, World
 
@@ -50,6 +50,10 @@ def evolve(config: Config, world: World, task, scorer, search, start: int, recor
         gathered = time.perf_counter()
         people = exchanged.arms[:config.population]
         fitness = np.array([arm.mean(exchanged.worst) for arm in people])
+        if not np.isfinite(fitness).any():
+            raise UserError(f"generation {generation}: no candidate has a score: {exchanged.total('too_long')} prompts "
+                            f"did not fit max_model_len, {sum(a.missing for a in people)} rewards are missing; "
+                            f"raise max_model_len, or see why the reward gives none (logs/)")
         search.tell(generation, fitness)                                  # the same update everywhere
         digest = search.digest()
         ended = time.perf_counter()

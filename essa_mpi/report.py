@@ -72,7 +72,7 @@ def show(path) -> str:
              f"alpha {config.alpha}, {config.offsets} offsets, seed {config.seed}, mode {config.mode}"]
     failed = folder.path / "failed.txt"
     if failed.exists():
-        lines.append(f"  it failed: {failed.read_text().splitlines()[0]}")
+        lines.append(f"  it failed: {(failed.read_text().splitlines() or ['for a reason it could not write'])[0]}")
     if not folder.history.exists():
         lines.append("  no generation finished yet")
         return "\n".join(lines)
@@ -93,5 +93,11 @@ def show(path) -> str:
         if checkpoint.generation < config.generations:
             lines.append(f"  not finished: continue with `run CONFIG --resume` (checkpoint {checkpoint.path})")
     if folder.summary.exists():
-        lines.append(closing(json.loads(folder.summary.read_text()), folder))
+        try:
+            summary = json.loads(folder.summary.read_text())
+        except ValueError:
+            return "\n".join(lines + [f"  {folder.summary} is damaged: not shown"])
+        if summary["generations"] != done:
+            lines.append(f"  the results below, and adapter/, are those of generation {summary['generations']}")
+        lines.append(closing(summary, folder))
     return "\n".join(lines)

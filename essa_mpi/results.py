@@ -1,6 +1,7 @@
 """`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
 
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,9 @@ def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; it must finish a generation first")
     spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative")
+    if checkpoint.attributes.get("adapter_hash", spectrum.source) != spectrum.source:
+        raise UserError(f"the adapter {config.adapter} is not the one {run} started from any more (its tensors "
+                        f"differ): put it back, or pass --adapter {run}/adapter for the run's own result")
     mean = checkpoint.groups["search"]["mean"]
     if mean.shape != (spectrum.dimension,):
         raise UserError(f"the adapter {config.adapter} has {spectrum.dimension} searched singular values but {run} "
@@ -68,9 +72,10 @@ def export(config: Config, run: str, adapter: str | None, out: str, merged: bool
         vector = np.zeros(spectrum.dimension)
     else:
         spectrum, vector = _result(config, Path(run))
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = None
     try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        temporary.chmod(0o755)
         if merged:
             _merge(config, spectrum, vector, temporary)
         else:
@@ -79,7 +84,8 @@ def export(config: Config, run: str, adapter: str | None, out: str, merged: bool
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
     return f"{'merged model' if merged else 'adapter'} written to {out}"
 
 

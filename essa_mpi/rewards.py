@@ -242,6 +242,8 @@ class Function(Reward):
             raise self._blame(rows, completions, error) from error
         where = rows[0].source if len(rows) == 1 else f"{rows[0].source} to {rows[-1].source}"
         try:
+            if isinstance(values, (dict, set, str)):    # list() would take their keys or characters
+                raise TypeError
             values = list(values)
         except TypeError:
             raise UserError(f"reward {self.name} returned a {type(values).__name__} for {where}; "

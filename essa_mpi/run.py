@@ -10,7 +10,7 @@ import numpy as np
 from . import config as configuration
 from .config import Config, UserError
 from .evolve import Generation, evolve
-from .runfile import (History, JsonLines, RunFolder, hash_model, history_schema, load_checkpoint, provenance,
+from .runfile import (History, JsonLines, RunFolder, hash_model, history_schema, load_checkpoint, lock, provenance,
                       save_checkpoint, write_json)
 from .search import make_search
 from .world import World
@@ -22,13 +22,13 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests).
     """
     prepared = _prepare(world, config)
-    folder, checkpoint = _open_folder(world, config, resume)
+    folder, checkpoint, held = _open_folder(world, config, prepared, resume)
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
     search = make_search(config.search, prepared.spectrum.dimension, config.population, config.sigma, config.seed)
     if checkpoint:
         search.load_state(checkpoint["search"])
-    recorder = Recorder(world, config, folder, search, checkpoint) if world.rank == 0 else None
+    recorder = Recorder(world, config, prepared, folder, search, checkpoint) if world.rank == 0 else None
     start = search.generation
     if checkpoint:
         world.say(f"resuming {folder.path} at generation {start} of {config.generations}")
@@ -39,13 +39,16 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     scorer = _start_scorer(world, config, prepared, folder, scorer_factory)
     evolve(config, world, prepared.task, scorer, search, start, recorder.record if recorder else lambda g: None)
     _finish(world, config, prepared, folder, scorer, search, recorder)
+    if held:
+        held.close()
 
 
 class Prepared:
-    """What every rank reads for itself before anything is written: adapter, rows."""
+    """What every rank reads for itself before anything is written: adapter, rows, reward."""
 
     def __init__(self, config: Config):
         """Raises UserError for whatever the user can mend."""
+        from .rewards import load_reward
         from .spectrum import Spectrum, check_fits, check_model, model_shapes
         from .tasks import load_task
         check_model(config.model)
@@ -54,6 +57,7 @@ class Prepared:
         if shapes and not (Path(config.model) / "config.json").read_text().count("quantization_config"):
             check_fits(self.spectrum, config.model, shapes)
         self.task = load_task(config)
+        self.reward = load_reward(config)
         self.model_hash = hash_model(config.model)
 
 
@@ -75,18 +79,33 @@ def _prepare(world: World, config: Config) -> Prepared:
     return prepared
 
 
-def _open_folder(world: World, config: Config, resume: bool):
-    """(RunFolder, what to resume from or None), the same on every rank; rank 0 touches the disk."""
-    folder = state = error = None
+def _inputs(config: Config, prepared: Prepared) -> dict[str, tuple[str, str]]:
+    """What a resumed run must find unchanged: attribute -> (hash, what it is)."""
+    return {"model_hash": (prepared.model_hash, f"the model {config.model}"),
+            "adapter_hash": (prepared.spectrum.source, f"the adapter {config.adapter}"),
+            "rows_hash": (f"{prepared.task.digest():016x}", f"the rows of {config.task}")}
+
+
+def _open_folder(world: World, config: Config, prepared: Prepared, resume: bool):
+    """(RunFolder, what to resume from or None, the lock), rank 0's but for the lock; rank 0 touches the disk."""
+    folder = state = error = held = None
     if world.rank == 0:
         try:
+            held = lock(config.name)
             if resume and (Path("runs") / config.name).exists():
                 folder = RunFolder.open(Path("runs") / config.name)
                 configuration.check_resumable(configuration.load(folder.config), config)
                 found = load_checkpoint(folder)
                 for note in found.notes if found else []:
                     world.say(note)
+                if not found and folder.history.exists():
+                    raise UserError(f"--resume: {folder.path} has a history but no checkpoint; put its checkpoints "
+                                    f"back, or start again without --resume")
                 if found:
+                    for key, (mine, what) in _inputs(config, prepared).items():
+                        if found.attributes.get(key, mine) != mine:
+                            raise UserError(f"--resume: {what} changed since {folder.path} was started; put it back, "
+                                            f"or start a new run without --resume")
                     if found.generation > config.generations:
                         raise UserError(f"--resume: generations = {config.generations} but {folder.path} is at "
                                         f"{found.generation}; ask for at least that many")
@@ -102,7 +121,7 @@ def _open_folder(world: World, config: Config, resume: bool):
         except Exception as e:
             error = e
     world.agree(error)
-    return world.comm.bcast((folder, state) if world.rank == 0 else None)
+    return *world.comm.bcast((folder, state) if world.rank == 0 else None), held
 
 
 def _start_scorer(world, config, prepared, folder, factory):
@@ -115,17 +134,15 @@ def _start_scorer(world, config, prepared, folder, factory):
     try:
         from .engine import Engine
         from .evaluate import changes_output
-        from .rewards import load_reward
         from .scoring import Scorer
         from .tasks import render
-        reward = load_reward(config)
         engine = Engine(config, prepared.spectrum)
         prompts = [render(row, engine.tokenizer, config) for row in prepared.task.train[:4]]
         prompts = [p for p in prompts if len(p) < engine.max_model_len]
         if prompts and not changes_output(engine, prompts, prepared.spectrum.dimension):
             world.say(f"warning: with the adapter {config.adapter} the model answers {len(prompts)} rows exactly as "
                       f"without it: the warm start may be too weak to search around")
-        scorer = Scorer(engine, reward, config)
+        scorer = Scorer(engine, prepared.reward, config)
     except Exception as e:
         error = e
     world.agree(error)
@@ -148,7 +165,8 @@ def quiet(world: World, log: Path) -> None:
 class Recorder:
     """Rank 0's files: history, metrics, samples, checkpoints, and the progress line."""
 
-    def __init__(self, world: World, config: Config, folder: RunFolder, search, checkpoint: dict | None):
+    def __init__(self, world: World, config: Config, prepared: Prepared, folder: RunFolder, search,
+                 checkpoint: dict | None):
         self._world, self._config, self._folder, self._search = world, config, folder, search
         self._schema = history_schema(config.population)
         self.history = (History.from_arrays(self._schema, checkpoint["history"]) if checkpoint
@@ -159,7 +177,8 @@ class Recorder:
         self._samples.truncate(int(attributes["samples_bytes"]))
         self._parent = checkpoint["path"] if checkpoint else None
         self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed,
-                                      model_hash=hash_model(config.model), hosts=" ".join(sorted(set(world.hosts))))
+                                      **{key: value for key, (value, _) in _inputs(config, prepared).items()},
+                                      hosts=" ".join(sorted(set(world.hosts))))
         self._inode = os.stat(folder.path).st_ino
         self._warned = set()
         self._last_checkpoint = 0.0
@@ -196,9 +215,7 @@ class Recorder:
 
     def checkpoint(self) -> None:
         """The search and the history so far, then history.h5; both whole or not at all."""
-        if not self._folder.path.exists() or os.stat(self._folder.path).st_ino != self._inode:
-            raise UserError(f"{self._folder.path} was moved away while this run was writing to it: another run of the "
-                            f"same name was started; nothing was written into that one's folder")
+        self.check_owned()
         attributes = {**self._provenance, "metrics_bytes": self._metrics.offset, "samples_bytes": self._samples.offset}
         if self._parent:
             attributes["parent_checkpoint"] = self._parent
@@ -208,6 +225,12 @@ class Recorder:
             self._config.keep_checkpoints)
         self._parent = str(self._parent)
         self.write_history()
+
+    def check_owned(self) -> None:
+        """Raise UserError if the folder under this run's name is not the one it began in."""
+        if not self._folder.path.exists() or os.stat(self._folder.path).st_ino != self._inode:
+            raise UserError(f"{self._folder.path} was moved away while this run was writing to it: another run of the "
+                            f"same name was started; nothing was written into that one's folder")
 
     def write_history(self) -> None:
         self.history.write(self._folder.history, self._provenance)
@@ -232,7 +255,7 @@ class Recorder:
                 self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
         if len(set(g.fitness.tolist())) == 1:
             self._world.say("warning: all candidates scored the same; nothing can be learnt from this generation "
-                            "(raise sigma or batch, or warm-start further)")
+                            "(raise sigma or batch; if all is wrong warm-start further, if all is right take harder rows)")
 
 
 def _duration(seconds: float) -> str:
@@ -249,9 +272,12 @@ def _finish(world, config, prepared, folder, scorer, search, recorder) -> None:
         vectors = {"base": None, "warm_start": np.zeros(search.dimension), "evolved": search.mean}
         world.say(f"scoring base, warm start and evolved adapter on {len(prepared.task.heldout)} held-out rows")
         heldout = evaluate(config, world, scorer, vectors, prepared.task.heldout, search.digest())
+    else:
+        world.say("no held-out rows, so no held-out scores: set heldout_data, or heldout_rows to cut some off task")
     if world.rank != 0:
         return
     from .report import closing, summarise
+    recorder.check_owned()
     recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
     save_adapter(prepared.spectrum, search.mean, folder.adapter)
     summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout)

@@ -20,6 +20,7 @@ memory.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import importlib.metadata
 import io
@@ -29,7 +30,9 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,7 +146,8 @@ class RunFolder:
         # full disk shows before the old run is moved. No run's name starts with a dot.
         temp = path.with_name(f".{name}.tmp")
         with _refusals(path, "made"):
-            (temp / "checkpoints").mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temp, ignore_errors=True)     # of a start that was killed here
+            (temp / "checkpoints").mkdir(parents=True)
             write_atomically(temp / "config.toml", lambda file: file.write_bytes(config_text.encode()))
             note = None
             if os.path.lexists(path):
@@ -164,6 +168,31 @@ class RunFolder:
         if "config.toml" not in names:
             raise UserError(f"{path} is not a run folder: it has no config.toml")
         return folder
+
+
+def lock(name: str, root="runs", patience: float = 20.0):
+    """Hold <root>/.<name>.lock for as long as the returned file is open: one live process a run name.
+
+    Raises UserError if another process holds it, on this host or, where the file system knows of
+    locks, on any other; for `patience` seconds, since the ranks of a run that was just killed may take
+    a moment to go. Without such locks nothing is held.
+    """
+    path = Path(root) / f".{name}.lock"
+    with _refusals(path, "made"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a")
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(f"{Path(root) / name} is being written by another run of that name that is still "
+                                f"alive; wait for it, end it, or choose another name") from None
+            time.sleep(0.2)
+        except OSError:
+            return file     # a file system without locks
 
 
 # HDF5 files with a checksum. fletcher32 sees a flipped bit in the data but not in

@@ -76,6 +76,7 @@ class Spectrum:
         self.dimension = sum(2 * p.searched for p in projections)   # D
         self.max_rank = max(p.rank for p in projections)
         self._tensors, self._peft_config = tensors, peft_config
+        self.source = _hash_tensors(tensors)      # of the adapter as it was read, on any machine
 
     @classmethod
     def load(cls, folder: str | Path, alpha: float, relative: bool = True) -> "Spectrum":
@@ -176,6 +177,8 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, np.ndarray]]:
         config = json.loads((folder / "adapter_config.json").read_text())
     except (ValueError, OSError) as error:
         raise UserError(f"adapter {folder}: adapter_config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"adapter {folder}: adapter_config.json is not a JSON object")
     if config.get("peft_type") != "LORA":
         raise UserError(f"adapter {folder}: peft_type is {config.get('peft_type')}; only LORA is supported")
     for key in ("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora", "layer_replication"):
@@ -204,6 +207,13 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, np.ndarray]]:
     except Exception as error:
         raise UserError(f"adapter {folder}: its weights cannot be read: {error}") from None
     return config, {name: tensor.double().numpy() for name, tensor in tensors.items()}
+
+
+def _hash_tensors(tensors: dict[str, np.ndarray]) -> str:
+    h = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        h.update(f"{name} {tensors[name].shape}\n".encode() + np.ascontiguousarray(tensors[name]).tobytes())
+    return h.hexdigest()
 
 
 def _pattern(patterns: dict, module: str, default):

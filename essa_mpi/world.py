@@ -203,6 +203,7 @@ class World:
         code = 2 if isinstance(error, UserError) else 1
         try:
             self._report(error, code)
+            time.sleep(0.3)     # launchers drop what a rank said just before it aborted
         finally:    # also when nothing can be printed any more
             self._mpi.COMM_WORLD.Abort(code)
             os._exit(code)      # MPICH's Abort may return before the process is ended

@@ -234,7 +234,7 @@ def test_an_array_is_a_list_of_rewards(mine):
     ("return [1, 2, 3, 4]", ["returned 4 rewards for 3 completions"]),
     ("return 1.0", ["returned a float for t.jsonl:1 to t.jsonl:3"]),
     ("return None", ["returned a NoneType"]),
-    ("return {'rewards': [1, 2, 3]}", ["returned 1 rewards for 3"]),
+    ("return {'rewards': [1, 2, 3]}", ["returned a dict for t.jsonl:1 to t.jsonl:3"]),
     ("return [1, '1', 1]", ["gave '1' (str) for t.jsonl:2"]),
     ("return [1, 1, [1]]", ["gave '[1]' (list) for t.jsonl:3"]),
     ("return [1, 1, 1j]", ["(complex) for t.jsonl:3"]),
