@@ -306,10 +306,12 @@ def test_a_killed_rank_ends_the_job(mpirun, folder, victim):
     assert (folder / "runs/run/summary.json").exists()
 
 
-def wait_for(job, pattern):
-    """Return once the job has said so."""
+def wait_for(job, pattern, or_end=False):
+    """Return once the job has said so, or with `or_end` once it is over."""
     patience = time.monotonic() + PATIENCE
     while not re.search(pattern, job.output()[0]):
+        if job.process.poll() is not None and or_end:
+            return
         assert job.process.poll() is None and time.monotonic() < patience, job.output()
         time.sleep(0.005)
 
@@ -394,12 +396,15 @@ def kill_all(job):
 def test_kill_9_at_random_moments_and_resume_on_other_ranks(mpirun, uninterrupted, tmp_path, checkpoint_every, ranks):
     again(uninterrupted, tmp_path)
     rng = random.Random(f"{uninterrupted[1]} {checkpoint_every}")
-    more = [*GAPS, "--sleep", 0.4, *sets(checkpoint_every=checkpoint_every)]
+    more = [*GAPS, "--sleep", 0.8, *sets(checkpoint_every=checkpoint_every)]
     moments = []
     for n in ranks[:-1]:
         job = start(mpirun, n, tmp_path, "--resume", *more)
-        wait_for(job, "generation .* left" if rng.random() < 0.7 else "singular values")
-        time.sleep(rng.random() * 0.8)
+        wait_for(job, "generation .* left" if rng.random() < 0.7 else "singular values", or_end=True)
+        time.sleep(rng.random())
+        if job.process.poll() is not None:      # a resume that had little left to do
+            assert job.wait().rc == 0 and moments
+            break
         kill_all(job)
         metrics = (tmp_path / "runs/run/metrics.jsonl").read_bytes()
         moments.append((n, metrics.count(b"\n"), [p.name for p in (tmp_path / "runs/run").rglob("*.tmp")]))
