@@ -313,6 +313,16 @@ def test_no_candidate_answers_from_its_predecessors_kv_cache(engine, oracle, lon
     assert ask_one(engine, X, long_prompts) == of_x
 
 
+def test_placing_takes_effect_though_the_next_batch_looks_like_the_last(engine, oracle, prompts):
+    """vLLM updates which token is whose only when that changes; with one token a request it never does here."""
+    vectors = [oracle.candidate(0), oracle.candidate(1), None]
+    wanted = [oracle.answers(prompts[1:2], vector)[0][:1] for vector in vectors]
+    assert len(set(wanted)) == len(vectors)
+    with changed(engine, max_tokens=1):
+        for vector, answer in zip(vectors, wanted):
+            assert ask_one(engine, vector, prompts[1:2]) == [answer]
+
+
 def test_too_many_candidates_are_refused(engine, oracle):
     with pytest.raises(ValueError, match=f"{engine.capacity + 1} candidates for {engine.capacity} places"):
         engine.place([oracle.candidate(0)] * (engine.capacity + 1))
