@@ -29,9 +29,11 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         if config:
             sub.add_argument("config", metavar="CONFIG", help="a TOML file")
-            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                             help="override a key; VALUE is TOML, a bare word is a string; repeatable")
+            overridable(sub, "override a key; VALUE is TOML, a bare word is a string; repeatable")
         return sub
+
+    def overridable(sub, text):
+        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
     command("sft", "the supervised warm start: trains the adapter the config names", config=True)
     run = command("run", "evolve the adapter; under mpirun, on all ranks", config=True)
@@ -44,8 +46,7 @@ def parser() -> argparse.ArgumentParser:
         if name != "show":
             sub.add_argument("--adapter", metavar="DIR", help="this peft adapter instead of the run's result")
         if name == "eval":
-            sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                             help="override a key of the run's config for this evaluation; repeatable")
+            overridable(sub, "override a key of the run's config for this evaluation; repeatable")
             sub.add_argument("--json", metavar="FILE", help="write the scores here too")
         if name == "export":
             sub.add_argument("--out", metavar="DIR", required=True, help="the folder to write; must not exist")

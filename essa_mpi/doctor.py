@@ -25,11 +25,11 @@ def _version(package: str) -> str | None:
 def doctor(config_path: str | None) -> int:
     """Print the report; 0 if a run could start, 1 with the reasons if not. Collective under mpirun."""
     problems = []
+    from . import seat
     try:
-        from . import seat
         place = seat.take()
     except (UserError, ImportError, RuntimeError) as error:
-        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0":
+        if seat.launcher_rank() == 0:
             print(f"a run could not start: MPI: {error}")
         return 1
     comm = place.mpi.COMM_WORLD
@@ -44,8 +44,7 @@ def doctor(config_path: str | None) -> int:
     problems += _packages() + (_config(settings) if settings else [])
     rows = comm.gather((place.hosts[comm.Get_rank()], os.getpid(), place.cores, os.environ["OMP_NUM_THREADS"],
                         place.gpus, problems))
-    code = comm.bcast(None if rows is None else _print(place, rows))
-    return code
+    return comm.bcast(None if rows is None else _print(place, rows))
 
 
 def _packages() -> list[str]:

@@ -1,8 +1,8 @@
 """The rank's own vLLM engine: place candidates, generate. Knows nothing of search or MPI.
 
 Candidates are placed by writing their numbers into tensors the engine already holds:
-`slots` (vLLM's LoRA slots, several candidates in one continuous batch) or `merged` (one
-at a time in the base weights, from a pristine copy).
+`slots` (vLLM's LoRA slots, several candidates in one continuous batch), `shared` (their
+cores alone, likewise) or `merged` (one at a time in the base weights, from a pristine copy).
 """
 
 import time

@@ -20,10 +20,12 @@ PRIVATE_PARTS = (
     "vllm.lora.model_manager.LRUCacheLoRAModelManager.activate_adapter",
     "vllm.lora.model_manager.LRUCacheLoRAModelManager.add_adapter",
     "vllm.lora.model_manager.LRUCacheLoRAModelManager.pin_adapter",
-    "vllm.lora.model_manager.LoRAModelManager.list_adapters",
     "vllm.lora.lora_model.LoRAModel.from_lora_tensors",
     "vllm.lora.peft_helper.PEFTHelper.from_dict",
     "vllm.lora.layers.column_parallel_linear.MergedQKVParallelLinearWithLoRA.slice_lora_b",
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA._get_quant_method",
+    "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase.token_lora_indices",
+    "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase.update_metadata",
     "vllm.lora.layers.row_parallel_linear.RowParallelLinearWithLoRA.slice_lora_a",
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
 )
@@ -38,25 +40,31 @@ def fused_name(module: str, projection: str) -> tuple[str, int]:
 class Placement:
     """Worker methods, all prefixed essa_. `self` is the vLLM worker."""
 
-    def essa_setup(self, mode: str, adapter: str, alpha: float, slots: int) -> dict:
-        """Prepare the tensors candidates are written into. Returns what there is.
+    def essa_setup(self, mode: str, adapter: str, alpha: float, slots: int) -> None:
+        """Prepare the tensors candidates are written into.
 
         mode: "slots", "shared" or "merged". adapter: the peft folder. slots: candidates at once.
         """
         self._essa = spectrum = Spectrum.load(adapter, alpha)
         model = self.model_runner.get_model()
         modules = dict(model.named_modules())
-        fused = {fused_name(p.module, p.name)[0] for p in spectrum.projections}
-        missing = sorted(name for name in fused if name not in modules)
+        layers = {}     # fused layer name -> [(slice of it, index of the projection)]
+        for i, p in enumerate(spectrum.projections):
+            layer_name, part = fused_name(p.module, p.name)
+            layers.setdefault(layer_name, []).append((part, i))
+        missing = sorted(name for name in layers if name not in modules)
         if missing:
             raise ValueError(f"the engine's model has no layer {missing[0]}")
-        if mode == "shared":
-            return self._essa_setup_shared(slots)
-        return self._essa_setup_slots(slots) if mode == "slots" else self._essa_setup_merged(modules)
+        if mode == "slots":
+            self._essa_setup_slots(slots)
+        elif mode == "shared":
+            self._essa_setup_shared(slots, layers)
+        else:
+            self._essa_setup_merged(modules, layers)
 
     # -- slots: vLLM's own LoRA tensors ----------------------------------------------------------
 
-    def _essa_setup_slots(self, slots: int) -> dict:
+    def _essa_setup_slots(self, slots: int) -> None:
         """Register `slots` + 1 pinned adapters from memory; afterwards only slot B is ever written.
 
         Slot A = V_A^T in all slots, slot B[k] = U_B core[k]. The fewest bytes, and the most accurate.
@@ -84,7 +92,6 @@ class Placement:
         ps = self._essa.projections
         self._essa_table = SlotTable(stacked, bases, [p.mixing for p in ps], [p.s_A for p in ps],
                                      [p.s_B for p in ps], [p.scale for p in ps])
-        return {"slots": slots, "layers": len(stacked)}
 
     def essa_place_slots(self, offsets: np.ndarray) -> None:
         """Write candidate k into slot k. offsets: (K, 2, projections, r) float64, added to s_A and to s_B.
@@ -112,7 +119,7 @@ class Placement:
 
     # -- shared: V_A and U_B once for all candidates ---------------------------------------------
 
-    def _essa_setup_shared(self, candidates: int) -> dict:
+    def _essa_setup_shared(self, candidates: int, layers: dict) -> None:
         """Adapters of rank 1 that hold nothing: vLLM keeps for us whose token it is. See shared_basis."""
         from .shared_basis import SharedBasis
         manager = self.model_runner.lora_manager._adapter_manager
@@ -121,12 +128,7 @@ class Placement:
         tensors = {f"{name}.lora_A.weight": torch.zeros(1, len(first.V_A)),
                    f"{name}.lora_B.weight": torch.zeros(len(first.U_B), 1)}
         self._essa_register(manager, tensors, 1, candidates + 1)
-        layers = {}
-        for i, p in enumerate(self._essa.projections):
-            layer_name, part = fused_name(p.module, p.name)
-            layers.setdefault(layer_name, []).append((part, i))
         self._essa_shared = SharedBasis(layers, self._essa, candidates + 1, manager, self.device)
-        return {"slots": candidates, "layers": len(layers)}
 
     def essa_place_shared(self, cores: list[list[np.ndarray]]) -> None:
         """Candidate k's cores[k][i], (r, r) float64 of projection i, for the tokens of adapter k + 1."""
@@ -134,18 +136,14 @@ class Placement:
 
     # -- merged: one candidate in the base weights -----------------------------------------------
 
-    def _essa_setup_merged(self, modules: dict) -> dict:
+    def _essa_setup_merged(self, modules: dict, layers: dict) -> None:
         """Keep a pristine copy of every adapted layer's weight, as vLLM laid it out.
 
         On CPU vLLM packs the weight and drops the original. Pushing the identity through the layer
         gives it back exactly: every output is one weight times one, plus zeros.
         """
-        by_layer = {}
-        for i, p in enumerate(self._essa.projections):
-            layer_name, part = fused_name(p.module, p.name)
-            by_layer.setdefault(layer_name, []).append((part, i))
         self._essa_packed, self._essa_merge, targets = [], None, []
-        for name, parts in by_layer.items():
+        for name, parts in layers.items():
             layer = modules[name]
             if type(layer.quant_method).__name__ != "UnquantizedLinearMethod":
                 raise ValueError(f"mode = 'merged' needs an unquantised base, but {name} is quantised; use 'slots'")
@@ -163,7 +161,6 @@ class Placement:
             self._essa_order = [i for _, _, i in targets]
             self._essa_merge = MergeTable([w for w, _, _ in targets], [w_0 for _, w_0, _ in targets],
                                           [p.U_B for p in ps], [p.V_A for p in ps])
-        return {"slots": 1, "layers": len(by_layer)}
 
     def essa_place_merged(self, cores: list[np.ndarray] | None) -> None:
         """W = round(W_0 + U_B core V_A^T) from the pristine W_0; None restores W_0 bit by bit.

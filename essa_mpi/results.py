@@ -1,14 +1,13 @@
 """`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
 
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from .config import Config, UserError
-from .runfile import RunFolder, load_checkpoint, write_json
+from .files import write_folder, write_json
+from .runfile import RunFolder, load_checkpoint
 from .spectrum import Spectrum, check_fits
 from .world import World
 
@@ -72,25 +71,17 @@ def export(config: Config, run: str, adapter: str | None, out: str, merged: bool
         vector = np.zeros(spectrum.dimension)
     else:
         spectrum, vector = _result(config, Path(run))
-    temporary = None
+    write = (lambda fresh: _merge(config, spectrum, vector, fresh)) if merged else (
+        lambda fresh: spectrum.save(fresh, vector))
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        temporary.chmod(0o755)
-        if merged:
-            _merge(config, spectrum, vector, temporary)
-        else:
-            spectrum.save(temporary, vector)
-        temporary.rename(target)
+        write_folder(target, write)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
     return f"{'merged model' if merged else 'adapter'} written to {out}"
 
 
 def _merge(config: Config, spectrum: Spectrum, vector: np.ndarray, folder: Path) -> None:
-    """The model's own weights with U_B core V_A^T added in float32 and rounded once."""
+    """The model's own weights with U_B core V_A^T added in float64 and rounded once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype="auto", local_files_only=True)

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy as np
 from . import config as configuration
 from .config import Config, UserError
 from .evolve import Generation, evolve
-from .runfile import (History, JsonLines, RunFolder, hash_model, history_schema, load_checkpoint, lock, provenance,
-                      save_checkpoint, write_json)
+from .files import JsonLines, write_folder, write_json
+from .provenance import hash_model, provenance
+from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
 from .search import make_search
 from .world import World
 
@@ -51,12 +53,13 @@ class Prepared:
         from .rewards import load_reward
         from .spectrum import Spectrum, check_fits, check_model, model_shapes
         from .tasks import load_task
-        check_model(config.model)
+        model = check_model(config.model)
         self.spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative")
         shapes = model_shapes(config.model)
-        if shapes and not (Path(config.model) / "config.json").read_text().count("quantization_config"):
+        if shapes and "quantization_config" not in model:
             check_fits(self.spectrum, config.model, shapes)
         self.task = load_task(config)
+        self.rows_hash = f"{self.task.digest():016x}"
         self.reward = load_reward(config)
         self.model_hash = hash_model(config.model)
 
@@ -70,7 +73,7 @@ def _prepare(world: World, config: Config) -> Prepared:
     world.agree(error)
     try:
         world.agree_equal(config=configuration.dump(config), model=prepared.model_hash,
-                          adapter=prepared.spectrum.digest(), rows=str(prepared.task.digest()))
+                          adapter=prepared.spectrum.digest(), rows=prepared.rows_hash)
     except UserError as e:
         error = e
     world.agree(error)
@@ -83,7 +86,7 @@ def _inputs(config: Config, prepared: Prepared) -> dict[str, tuple[str, str]]:
     """What a resumed run must find unchanged: attribute -> (hash, what it is)."""
     return {"model_hash": (prepared.model_hash, f"the model {config.model}"),
             "adapter_hash": (prepared.spectrum.source, f"the adapter {config.adapter}"),
-            "rows_hash": (f"{prepared.task.digest():016x}", f"the rows of {config.task}")}
+            "rows_hash": (prepared.rows_hash, f"the rows of {config.task}")}
 
 
 def _open_folder(world: World, config: Config, prepared: Prepared, resume: bool):
@@ -181,6 +184,7 @@ class Recorder:
                                       hosts=" ".join(sorted(set(world.hosts))))
         self._inode = os.stat(folder.path).st_ino
         self._warned = set()
+        self._recent = deque(self.history.arrays()["times/seconds"][-5:], maxlen=5)
         self._last_checkpoint = 0.0
 
     def record(self, g: Generation) -> None:
@@ -236,9 +240,8 @@ class Recorder:
         self.history.write(self._folder.history, self._provenance)
 
     def _progress(self, g: Generation, counts: dict) -> None:
-        times = self.history.arrays()["times/seconds"]
-        recent = float(np.median(times[-5:]))
-        left = recent * (self._config.generations - g.number - 1)
+        self._recent.append(g.seconds["total"])
+        left = float(np.median(self._recent)) * (self._config.generations - g.number - 1)
         finite = g.fitness[np.isfinite(g.fitness)]
         parts = [f"generation {g.number + 1}/{self._config.generations}", f"fitness {finite.mean():.3f}",
                  f"best {np.max(g.fitness):.3f}", f"sigma {g.sigma:.3g}"]
@@ -286,16 +289,8 @@ def _finish(world, config, prepared, folder, scorer, search, recorder) -> None:
 
 
 def save_adapter(spectrum, vector: np.ndarray, target: Path) -> None:
-    """Write a peft folder whole or not at all: made beside `target`, then moved there."""
-    import shutil
-    temporary, old = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
+    """Write a peft folder, whole or not at all. Raises UserError."""
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        spectrum.save(temporary, vector)
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            os.rename(target, old)
-        os.rename(temporary, target)
-        shutil.rmtree(old, ignore_errors=True)
+        write_folder(target, lambda fresh: spectrum.save(fresh, vector))
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}") from error

@@ -19,19 +19,13 @@ memory.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
-import importlib.metadata
 import io
 import itertools
-import json
-import math
 import os
-import platform
 import re
 import shutil
-import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,79 +35,9 @@ import numpy as np
 
 from . import __version__
 from .config import UserError
+from .files import fsync_folder, refusals, write_atomically
 
 SCHEMA = 1  # of history and checkpoints: raise it when an older program could no longer read them
-
-
-# Files: the old one or the new one, never half of one.
-
-@contextlib.contextmanager
-def _refusals(path, doing):
-    """Turn an OSError into one line that names the path and the file system's reason."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be {doing}: {error.strerror or error}") from error
-
-
-def _fsync(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fsync_folder(path):
-    """Make the names in a folder durable, where the file system knows how to."""
-    try:
-        _fsync(path)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-
-
-def write_atomically(path, write, verify=None):
-    """Replace the file `path` by what `write(temp)` writes, or leave it untouched.
-
-    `write` gets a path in the same folder (<path>.tmp, overwritten if a killed
-    process left one). `verify(temp)`, if given, reads it again and raises if it
-    is wrong. Only then does the file get its name.
-    Raises UserError when the file system refuses, and whatever the two raise.
-    """
-    path = Path(path)
-    temp = path.with_name(path.name + ".tmp")
-    with _refusals(path, "written"):
-        try:
-            write(temp)
-            _fsync(temp)
-            if verify:
-                verify(temp)
-            os.replace(temp, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temp.unlink()
-            raise
-        _fsync_folder(path.parent)
-
-
-def write_json(path, obj):
-    """Write `obj` as JSON, atomically. A number that is not finite becomes null. Raises UserError."""
-    text = json.dumps(_plain(obj), indent=2, allow_nan=False) + "\n"
-    write_atomically(path, lambda temp: temp.write_text(text))
-
-
-def _plain(value):
-    """`value` in JSON's own types: numpy unpacked, NaN and infinities (which JSON lacks) as None."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 # The run folder.
@@ -145,7 +69,7 @@ class RunFolder:
         # Made under another name first: <root>/<name> is whole or absent, and a
         # full disk shows before the old run is moved. No run's name starts with a dot.
         temp = path.with_name(f".{name}.tmp")
-        with _refusals(path, "made"):
+        with refusals(path, "made"):
             shutil.rmtree(temp, ignore_errors=True)     # of a start that was killed here
             (temp / "checkpoints").mkdir(parents=True)
             write_atomically(temp / "config.toml", lambda file: file.write_bytes(config_text.encode()))
@@ -156,14 +80,14 @@ class RunFolder:
                 os.rename(path, old)
                 note = f"{path} was there already: renamed to {old}"
             os.rename(temp, path)
-            _fsync_folder(path.parent)
+            fsync_folder(path.parent)
         return cls(path, note)
 
     @classmethod
     def open(cls, path) -> "RunFolder":
         """The existing run folder `path`. Raises UserError if it is none."""
         folder = cls(path)
-        with _refusals(f"run folder {path}", "opened"):
+        with refusals(f"run folder {path}", "opened"):
             names = os.listdir(path)
         if "config.toml" not in names:
             raise UserError(f"{path} is not a run folder: it has no config.toml")
@@ -178,7 +102,7 @@ def lock(name: str, root="runs", patience: float = 20.0):
     a moment to go. Without such locks nothing is held.
     """
     path = Path(root) / f".{name}.lock"
-    with _refusals(path, "made"):
+    with refusals(path, "made"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")
     deadline = time.monotonic() + patience
@@ -296,7 +220,7 @@ class Checkpoint:
 
 def _checkpoint_files(folder) -> dict:
     """{path: generation}, the newest first."""
-    with _refusals(folder.checkpoints, "read"):
+    with refusals(folder.checkpoints, "read"):
         try:
             names = os.listdir(folder.checkpoints)
         except FileNotFoundError:
@@ -328,7 +252,7 @@ def save_checkpoint(folder: RunFolder, generation: int, groups: dict, attributes
         raise ValueError(f"keep = {keep}: the newest checkpoint may be damaged, so at least 2")
     if bad := [group for group in groups if "/" in group]:
         raise ValueError(f"group names cannot contain '/': {bad}")
-    with _refusals(folder.checkpoints, "made"):
+    with refusals(folder.checkpoints, "made"):
         folder.checkpoints.mkdir(exist_ok=True)
     path = folder.checkpoints / f"generation_{generation:06d}.h5"
     nbytes = _write_h5(path, groups, {**attributes, "generation": generation})
@@ -389,74 +313,6 @@ def load_checkpoint(folder: RunFolder) -> Checkpoint | None:
     if notes:
         raise UserError(f"{folder.path} has no valid checkpoint: {'; '.join(notes)}; start again without --resume")
     return None
-
-
-# Where a file comes from.
-
-_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
-_LIBRARIES = ("numpy", "h5py", "mpi4py", "cmaes", "torch", "vllm", "transformers", "peft", "safetensors")
-
-
-def provenance(config_text: str, **extra) -> dict:
-    """Attributes for history and checkpoints: versions, config, job. Cheap: imports no library.
-
-    `extra` is added to them (ranks, seed, model_hash, parent_checkpoint, ...), Nones left out.
-    `libraries` is a JSON object of versions.
-    """
-    versions = {"python": platform.python_version(), "hdf5": h5py.version.hdf5_version}
-    for library in _LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[library] = importlib.metadata.version(library)
-    found = {
-        "package_version": __version__,
-        "git_revision": _git_revision(),
-        "config": config_text,
-        "config_hash": hashlib.sha256(config_text.encode()).hexdigest(),
-        "libraries": json.dumps(versions),
-        # All that are set: one scheduler may run inside another.
-        "job_id": " ".join(f"{key}={os.environ[key]}" for key in _JOB_IDS if os.environ.get(key)) or None,
-    }
-    return {key: value for key, value in (found | extra).items() if value is not None}
-
-
-def _git_revision():
-    """The commit of the checkout this package lies in, "-dirty" if changed; None outside of one."""
-    checkout = Path(__file__).resolve().parents[1]
-    if not (checkout / ".git").exists():  # an installed package may lie within somebody else's repository
-        return None
-    command = ["git", "--no-optional-locks", "-C", checkout,
-               "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_MIB = 2**20
-
-
-def hash_model(folder) -> str:
-    """A SHA-256 that tells models apart without reading all of them.
-
-    Covers config.json and, of each weights file in `folder` (not below it), the
-    name, the size, and the first and last MiB. Raises UserError if there are none.
-    """
-    folder, digest = Path(folder), hashlib.sha256()
-    with _refusals(f"model folder {folder}", "read"):
-        weights = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
-        if not weights:
-            raise UserError(f"model folder {folder} holds no weights ({', '.join(_WEIGHTS)})")
-        for path in weights:
-            with open(path, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                digest.update(f"{path.name}\n{size}\n".encode())
-                for start in (0, max(0, size - _MIB)):
-                    file.seek(start)
-                    digest.update(file.read(_MIB))
-        if (folder / "config.json").exists():
-            digest.update(b"config.json\n" + (folder / "config.json").read_bytes())
-    return digest.hexdigest()
 
 
 # History.
@@ -565,78 +421,3 @@ def read_history(path):
             return _arrays(file), _attributes(file)
     except _Damaged as damage:
         raise UserError(f"history {path} {damage}") from damage
-
-
-# Logs.
-
-class JsonLines:
-    """A log of one JSON object a line, which survives kills and full disks as whole lines.
-
-    Opening cuts off a last line that a kill left unfinished. Raises UserError
-    when the file system refuses.
-    """
-
-    def __init__(self, path):
-        self.path = Path(path)
-        with _refusals(self.path, "opened"):
-            # Unbuffered: a line is with the system once `append` returns, and a
-            # failed write leaves nothing behind to be written later.
-            self._file = open(self.path, "ab+", buffering=0)
-            self._size = _end_of_lines(self._file)
-            self._file.truncate(self._size)
-            _fsync_folder(self.path.parent)  # or a power cut could take a new log's name, but not its checkpoint's
-
-    def append(self, record: dict):
-        """Add a line. numpy values are unpacked; a number that is not finite becomes null."""
-        line = memoryview(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
-        with _refusals(self.path, "written"):
-            try:
-                rest = line
-                while rest:
-                    rest = rest[self._file.write(rest):]
-            except BaseException:
-                with contextlib.suppress(OSError):  # if this fails too, the next opening cuts
-                    self._file.truncate(self._size)
-                raise
-        self._size += len(line)
-
-    @property
-    def offset(self) -> int:
-        """The length in bytes, all of it on the disk: store this in the checkpoint, read before saving it."""
-        with _refusals(self.path, "written"):
-            os.fsync(self._file.fileno())
-        return self._size
-
-    def truncate(self, offset: int):
-        """Cut the log back to the `offset` a checkpoint stored. Raises UserError if that is not its own."""
-        with _refusals(self.path, "cut"):
-            ended = offset == 0 or os.pread(self._file.fileno(), 1, offset - 1) == b"\n"
-            if not ended:
-                raise UserError(f"{self.path} does not go with the checkpoint: it has {self._size} bytes, and no line "
-                                f"ends at byte {offset}; put the file back or start again without --resume")
-            self._file.truncate(offset)
-            os.fsync(self._file.fileno())
-        self._size = offset
-
-    def close(self):
-        self._file.close()
-
-
-def _end_of_lines(file) -> int:
-    """The length of `file` up to its last newline."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - _MIB)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
-
-
-def read_json_lines(path) -> list:
-    """The records of a log, a last unfinished line left out. Raises UserError."""
-    with _refusals(path, "read"):
-        lines = Path(path).read_bytes().split(b"\n")[:-1]  # what follows the last newline is no line
-    return [json.loads(line) for line in lines]

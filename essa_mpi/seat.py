@@ -120,7 +120,7 @@ def take() -> Seat:
     local_rank, local_size = neighbours.index(comm.Get_rank()), len(neighbours)
     cores = _bind([seats[r][2] for r in neighbours], local_rank)
     # One engine thread a core of ours, unless the user chose. Ranks that share a core take one each:
-    # two OpenMP teams that spin on the same cores are a hundred times slower than two threads.
+    # two OpenMP teams that spin on the same cores were seen to run ten times slower than two threads.
     # As many on every rank, or BLAS would round the search differently on hosts with more cores a rank.
     threads = thread_count(hosts, comm.allgather(cores))
     for name in _THREADS:

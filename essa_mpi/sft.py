@@ -8,8 +8,6 @@ answers have the right format: that window may be a few steps wide.
 
 import json
 import math
-import os
-import shutil
 import time
 from pathlib import Path
 
@@ -20,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from . import __version__
 from .config import Config, UserError
+from .files import write_folder
 from .rewards import load_reward
+from .spectrum import SEARCHED
 from .tasks import Row, load_task, one_line, render
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = SEARCHED      # what is trained is what is searched
 
 # The config keys that decide what the adapter is; written beside it.
 KEYS = ("model", "task", "task_args", "task_rows", "sft_data", "sft_rows", "validation_data", "validation_rows",
@@ -262,23 +262,10 @@ def _cut(text: str, stop: list[str]) -> str:
 
 
 def _save(model, config: Config, done: dict) -> None:
-    """Write the adapter beside its place and move it there whole; one that was there goes only then."""
-    target = Path(config.adapter)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (target.with_name(f".{target.name}.{kind}-{os.getpid()}") for kind in ("new", "old"))
-    try:
+    """Write the adapter to its place, whole; one that was there goes only then."""
+    def write(fresh):
         # Asking whether the vocabulary grew would look the base model up on the network.
         model.save_pretrained(fresh, save_embedding_layers=False)
         record = {**done, "version": __version__, "config": {key: getattr(config, key) for key in KEYS}}
         (fresh / "sft.json").write_text(json.dumps(record, indent=2) + "\n")
-        if target.exists():
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    write_folder(config.adapter, write)

@@ -1,10 +1,10 @@
-"""Mode `shared`: K candidates decode in one batch at nearly the base model's speed. Runs inside the vLLM worker.
+"""Mode `shared`: K candidates decode in one batch, on dense products they share. Runs inside the vLLM worker.
 
 All candidates share V_A and U_B of a projection and differ in an r x r core, so for the tokens X of
 a whole batch (rows) and each token's candidate k(t):
 
     H = X V_A                    one dense product
-    G[t] = core[k(t)]^T H[t]     r x r a token and slice
+    G[t] = H[t] core[k(t)]^T     r x r a token and slice
     Y += G U_B^T                 one dense product, added in place to the projection's output
 
 vLLM's own LoRA layers stay in place, with rank 1 and nothing in them, for what they know: which
@@ -18,7 +18,7 @@ import torch
 
 from .spectrum import Spectrum
 
-# Gathering every layer's core for each token once a step beats sixty gathers, while it is small.
+# Up to this size every layer's core is gathered for each token once a step; beyond (prefill) a layer at a time.
 GATHER_BYTES = 4 * 2**20
 
 
@@ -40,21 +40,21 @@ class SharedBasis:
             self._wrapper = layer.punica_wrapper
         self.cores = torch.zeros(candidates + 1, self._width, dtype=torch.float32, device=device)
         self.index = None          # (T,) int64: each token's row of `cores`
-        self._follow_mapping(manager)
+        self._follow_mapping()
 
     def write(self, slots: list[int], cores: list[list[np.ndarray]]) -> None:
         """Candidate k's cores[k][i], (r, r) float64 of projection i, into row slots[k]."""
         rows = np.zeros((len(cores), self._width), np.float32)
         for k, candidate in enumerate(cores):
             for i, (at, rank, width) in self._columns.items():
-                # Transposed: G[t] = core H[t] as a row vector is H[t] core^T.
+                # Transposed, so that a token's row multiplies it from the left.
                 block = np.zeros((rank, rank), np.float32)
                 block[:width, :width] = candidate[i].T
                 rows[k, at:at + rank * rank] = block.ravel()
         self.cores[torch.tensor(slots, device=self.cores.device)] = torch.from_numpy(rows).to(self.cores.device)
         self._stale = True
 
-    def _follow_mapping(self, manager) -> None:
+    def _follow_mapping(self) -> None:
         """Refresh `index` (and `tokens`) whenever vLLM tells its LoRA layers whose token is whose."""
         update = self._wrapper.update_metadata
         self._stale = True

@@ -16,6 +16,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ class Projection:
     def rank(self) -> int:
         return len(self.s_A)
 
-    @property
+    @cached_property
     def mixing(self) -> np.ndarray:
         """M = V_B^T U_A, (r, r) orthogonal."""
         return self.V_B.T @ self.U_A
@@ -94,9 +95,11 @@ class Spectrum:
         projections = []
         for module, f in sorted(factors.items(), key=lambda kv: (kv[1]["layer"], order.index(kv[1]["name"]))):
             if "A" not in f or "B" not in f:
-                raise UserError(f"adapter {folder}: {module} has lora_{'A' if 'A' in f else 'B'} but not its pair")
+                raise UserError(f"adapter {folder}: {module} has lora_{'A' if 'A' in f else 'B'} but not its pair; "
+                                f"save it again with peft")
             if f["A"].shape[0] != f["B"].shape[1]:
-                raise UserError(f"adapter {folder}: {module} has A {f['A'].shape} and B {f['B'].shape}: ranks differ")
+                raise UserError(f"adapter {folder}: {module} has A {f['A'].shape} and B {f['B'].shape}: ranks differ; "
+                                f"save it again with peft")
             projections.append(_decompose(folder, module, f, peft_config, alpha))
         if not any(p.name in SEARCHED for p in projections):
             raise UserError(f"adapter {folder}: adapts no attention projection; it needs one of {', '.join(SEARCHED)}")
@@ -178,9 +181,13 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, np.ndarray]]:
     except (ValueError, OSError) as error:
         raise UserError(f"adapter {folder}: adapter_config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise UserError(f"adapter {folder}: adapter_config.json is not a JSON object")
+        raise UserError(f"adapter {folder}: adapter_config.json is not a JSON object; save the adapter again with peft")
+    for key in ("r", "lora_alpha"):
+        if type(config.get(key)) not in (int, float):
+            raise UserError(f"adapter {folder}: adapter_config.json has {key} = {config.get(key)!r}; needs a number: "
+                            f"save the adapter again with peft")
     if config.get("peft_type") != "LORA":
-        raise UserError(f"adapter {folder}: peft_type is {config.get('peft_type')}; only LORA is supported")
+        raise UserError(f"adapter {folder}: peft_type is {config.get('peft_type')}; only LORA is supported: train a plain LoRA")
     for key in ("use_dora", "lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora", "layer_replication"):
         if config.get(key):
             raise UserError(f"adapter {folder}: {key} is set; it changes what a singular value means and "
@@ -205,7 +212,7 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, np.ndarray]]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"adapter {folder}: its weights cannot be read: {error}") from None
+        raise UserError(f"adapter {folder}: its weights cannot be read: {error}; copy or save it again") from None
     return config, {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
 
@@ -229,9 +236,11 @@ def _decompose(folder, module: str, f: dict, peft_config: dict, alpha: float) ->
     lora_alpha = _pattern(peft_config.get("alpha_pattern"), module, peft_config["lora_alpha"])
     nominal = _pattern(peft_config.get("rank_pattern"), module, peft_config["r"])
     if nominal != rank:
-        raise UserError(f"adapter {folder}: {module} has rank {rank} but its adapter_config says {nominal}")
+        raise UserError(f"adapter {folder}: {module} has rank {rank} but its adapter_config says {nominal}; "
+                        f"save it again with peft")
     if rank > MAX_RANKS[-1]:
-        raise UserError(f"adapter {folder}: rank {rank} is not supported by vLLM (at most {MAX_RANKS[-1]})")
+        raise UserError(f"adapter {folder}: rank {rank} is not supported by vLLM (at most {MAX_RANKS[-1]}); "
+                        f"train with a lower rank")
     if rank > min(f["A"].shape[1], f["B"].shape[0]):
         raise UserError(f"adapter {folder}: {module} has rank {rank} but is {f['B'].shape[0]} x {f['A'].shape[1]}; "
                         f"a factor has no more singular values than that: train with a lower rank")
@@ -240,7 +249,7 @@ def _decompose(folder, module: str, f: dict, peft_config: dict, alpha: float) ->
         raise UserError(f"config: alpha = {alpha}: floor(alpha x rank) is 0 for rank {rank}, so nothing would be "
                         f"searched; use alpha >= {math.ceil(1e4 / rank) / 1e4:g}")
     if not (np.isfinite(f["A"]).all() and np.isfinite(f["B"]).all()):
-        raise UserError(f"adapter {folder}: {module} holds values that are not finite")
+        raise UserError(f"adapter {folder}: {module} holds values that are not finite; train it again with a lower rate")
     # A (r x n) with r <= n; B (m x r) with r <= m: thin SVDs.
     U_A, s_A, V_At = np.linalg.svd(f["A"], full_matrices=False)
     U_B, s_B, V_Bt = np.linalg.svd(f["B"], full_matrices=False)
@@ -257,22 +266,26 @@ def check_fits(spectrum: Spectrum, model_folder: str | Path, shapes: dict[str, t
         have, need = shapes.get(p.module), (p.U_B.shape[0], p.V_A.shape[0])
         if have is None:
             raise UserError(f"the adapter adapts {p.module}, which the model {model_folder} does not have; "
-                            f"it belongs to another model")
+                            f"it belongs to another model: set model or adapter to the other's own")
         if have != need:
             raise UserError(f"the adapter belongs to another model: {p.module} is {need[0]} x {need[1]} in the "
-                            f"adapter and {have[0]} x {have[1]} in {model_folder}")
+                            f"adapter and {have[0]} x {have[1]} in {model_folder}; set model or adapter to the other's own")
 
 
 def model_shapes(model_folder: str | Path) -> dict[str, tuple[int, int]]:
     """(m, n) of every 2-d `.weight` in a Hugging Face folder, from the safetensors headers alone.
 
-    Empty for a folder without safetensors; quantised linears (no 2-d float weight) are left out.
+    Empty for a folder without safetensors, UserError for a damaged one; quantised linears (no 2-d float weight) are left out.
     """
     import struct
     shapes = {}
     for path in sorted(Path(model_folder).glob("*.safetensors")):
-        with open(path, "rb") as f:
-            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        try:
+            with open(path, "rb") as f:
+                header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        except (OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
+            raise UserError(f"model {model_folder}: {path.name} is not a safetensors file: {error}; "
+                            f"copy the model again") from None
         for name, entry in header.items():
             if name.endswith(".weight") and len(entry.get("shape", ())) == 2:
                 shapes[name.removesuffix(".weight")] = tuple(entry["shape"])

@@ -209,9 +209,10 @@ def _parse(line: bytes, source: str, key: str, config: Config) -> Row:
         refuse(f"is a JSON {type(fields).__name__}; needs an object with {config.prompt_key!r} and "
                f"{config.answer_key!r}")
 
+    present = ", ".join(map(repr, fields)) or "nothing"
+
     def take(name, key):
         if name not in fields:
-            present = ", ".join(map(repr, fields)) or "nothing"
             refuse(f"no key {name!r} ({key}); the row has {present}; add it or set {key}")
         return fields.pop(name)
 

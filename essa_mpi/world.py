@@ -49,13 +49,39 @@ class Tile:
 
 
 @dataclass
-class TileScore:
-    """What a scored tile adds up to: fixed-point sums of its rows' rewards and of their squares."""
+class ArmScore:
+    """Fixed-point sums of rows' rewards and of their squares: of one candidate, whoever scored them."""
 
     total: int = 0
     squares: int = 0
     rows: int = 0
     missing: int = 0
+
+    def mean(self, worst: float) -> float:
+        """Mean reward, correctly rounded; a missing row scores `worst`. -inf if nothing was scored.
+
+        The exact sum is rounded once, so the result has the same bits on any number of ranks.
+        """
+        if self.rows == 0:
+            return -np.inf
+        total = self.total + self.missing * (to_fixed(worst) if self.missing else 0)
+        return float(Fraction(total, (self.rows + self.missing) << FRACTION_BITS))
+
+    def stderr(self, worst: float) -> float:
+        """Standard error of the mean over rows (sample variance, n - 1); nan below two rows."""
+        n = self.rows + self.missing
+        if self.rows == 0 or n < 2:
+            return float("nan")
+        w = to_fixed(worst) if self.missing else 0
+        total = Fraction(self.total + self.missing * w, 1 << FRACTION_BITS)
+        squares = Fraction(self.squares + self.missing * square(w), 1 << FRACTION_BITS)
+        return float(max(squares - total * total / n, 0) / (n - 1) / n) ** 0.5
+
+
+@dataclass
+class TileScore(ArmScore):
+    """A tile while its rows are scored, and what it sends."""
+
     least: float = np.inf
 
     def add(self, reward: float) -> None:
@@ -83,36 +109,6 @@ def _signed(word: int) -> int:
 
 def _unsigned(word: int) -> int:
     return word & ((1 << 64) - 1)
-
-
-@dataclass
-class ArmScore:
-    """One candidate over all its rows, whoever scored them."""
-
-    total: int = 0
-    squares: int = 0
-    rows: int = 0
-    missing: int = 0
-
-    def mean(self, worst: float) -> float:
-        """Mean reward, correctly rounded; a missing row scores `worst`. -inf if nothing was scored.
-
-        The exact sum is rounded once, so the result has the same bits on any number of ranks.
-        """
-        if self.rows == 0:
-            return -np.inf
-        total = self.total + self.missing * (to_fixed(worst) if self.missing else 0)
-        return float(Fraction(total, (self.rows + self.missing) << FRACTION_BITS))
-
-    def stderr(self, worst: float) -> float:
-        """Standard error of the mean over rows (sample variance, n - 1); nan below two rows."""
-        n = self.rows + self.missing
-        if self.rows == 0 or n < 2:
-            return float("nan")
-        w = to_fixed(worst) if self.missing else 0
-        total = Fraction(self.total + self.missing * w, 1 << FRACTION_BITS)
-        squares = Fraction(self.squares + self.missing * square(w), 1 << FRACTION_BITS)
-        return float(max(squares - total * total / n, 0) / (n - 1) / n) ** 0.5
 
 
 @dataclass

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from essa_mpi.config import UserError
 import pytest_mpi
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +45,17 @@ def public_data() -> Path:
     """A folder of public data sets, which the project does not carry."""
     path = Path(os.environ.get("ESSA_MPI_DATA") or ROOT.parent / "shared/data")
     return _needs(path, "MANIFEST.tsv", "set ESSA_MPI_DATA to a folder with gsm8k/ and the others")
+
+
+# -- what tests of bad input ask --------------------------------------------------------------------
+
+def refusal(function, *args) -> str:
+    """The one line with which it refuses."""
+    with pytest.raises(UserError) as refused:
+        function(*args)
+    message = str(refused.value)
+    assert message and "\n" not in message
+    return message
 
 
 # -- runs under mpirun ---------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import refusal
 from essa_mpi import config as configuration
 from essa_mpi import rewards
-from essa_mpi.config import UserError
 from essa_mpi.rewards import boxed, load_reward
 from essa_mpi.tasks import Row, load_task
 
@@ -35,15 +35,6 @@ def score(reward, answer, completion):
         getattr(reward, "close", lambda: None)()
     assert out.shape == (1,) and out.dtype == np.float64
     return out[0]
-
-
-def refusal(function, *args) -> str:
-    """The one line with which it refuses."""
-    with pytest.raises(UserError) as refused:
-        function(*args)
-    message = str(refused.value)
-    assert message and "\n" not in message
-    return message
 
 
 # -- exact and boxed -----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import pytest
 
 from conftest import ROOT, Mpirun
 from deterministic_run import write_adapter, write_run
-from essa_mpi.runfile import read_history, read_json_lines
+from essa_mpi.files import read_json_lines
+from essa_mpi.runfile import read_history
 from essa_mpi.world import HEADER, TILE_WORDS, share
 
 SCRIPT = ROOT / "tests/deterministic_run.py"

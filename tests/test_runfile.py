@@ -17,11 +17,12 @@ import h5py
 import numpy as np
 import pytest
 
-from essa_mpi import runfile
+from essa_mpi import files, provenance as origin, runfile
 from essa_mpi.config import UserError
+from essa_mpi.files import JsonLines, read_json_lines, write_atomically, write_json
+from essa_mpi.provenance import hash_model, provenance
 from essa_mpi.runfile import (
-    History, JsonLines, RunFolder, hash_model, history_schema, load_checkpoint, provenance,
-    read_history, read_json_lines, save_checkpoint, write_atomically, write_json,
+    History, RunFolder, history_schema, load_checkpoint, read_history, save_checkpoint,
 )
 
 
@@ -270,14 +271,14 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, fails, with_):
 
 def test_a_checkpoint_that_reads_back_differently_gets_no_name(folder, monkeypatch):
     save(folder, 4, 5)
-    real_fsync = runfile._fsync
+    real_fsync = files._fsync
 
     def lose_a_bit(path):
         if path.name.endswith(".tmp"):
             flip(path, 5000)
         real_fsync(path)
 
-    monkeypatch.setattr(runfile, "_fsync", lose_a_bit)
+    monkeypatch.setattr(files, "_fsync", lose_a_bit)
     with pytest.raises(UserError, match="generation_000006.h5 was not written"):
         save(folder, 6)
     assert names(folder) == ["generation_000004.h5", "generation_000005.h5"]
@@ -619,7 +620,7 @@ def test_write_json(tmp_path):
 # Where a file comes from.
 
 def test_provenance(folder, monkeypatch):
-    for key in runfile._JOB_IDS:
+    for key in origin._JOB_IDS:
         monkeypatch.delenv(key, raising=False)
     assert "job_id" not in provenance("")
     monkeypatch.setenv("SLURM_JOB_ID", "123")
@@ -634,7 +635,7 @@ def test_provenance(folder, monkeypatch):
 
 
 def test_runfile_imports_nothing_heavy():
-    code = ("import sys, essa_mpi.runfile as r; r.provenance('');"
+    code = ("import sys, essa_mpi.runfile, essa_mpi.provenance as p; p.provenance('');"
             "print([name for name in ('mpi4py', 'torch', 'vllm') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           cwd=os.path.dirname(os.path.dirname(__file__))).stdout == "[]\n"

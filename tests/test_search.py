@@ -128,6 +128,20 @@ def test_constants_against_pycma(dimension, population):
         assert found[name] == pytest.approx(expected, rel=1e-9), name
 
 
+def one_generation_of_both(search, es, generation):
+    """Ours and pycma's candidates, mean, sigma, C and p_c are the same numbers."""
+    X = search.ask(generation)
+    theirs = es.ask()
+    close(X, theirs)
+    fitness = ellipsoid(X)
+    es.tell(theirs, (-fitness).tolist())
+    search.tell(generation, fitness)
+    close(search.mean, es.mean)
+    close(search.sigma, es.sigma)
+    close(search.state()["C"], es.sm.C)
+    close(search.state()["p_c"], es.pc)
+
+
 @needs_pycma
 @pytest.mark.parametrize("dimension, population", PYCMA_DEPARTS)
 def test_full_matrix_equals_pycma(dimension, population, monkeypatch):
@@ -151,16 +165,7 @@ def test_full_matrix_equals_pycma(dimension, population, monkeypatch):
     es.sm._sortBD = lambda: None  # ours are sorted; its unstable sort would exchange equal ones
 
     for generation in range(50):
-        X = search.ask(generation)
-        theirs = es.ask()
-        close(X, theirs)
-        fitness = ellipsoid(X)
-        es.tell(theirs, (-fitness).tolist())
-        search.tell(generation, fitness)
-        close(search.mean, es.mean)
-        close(search.sigma, es.sigma)
-        close(search.state()["C"], es.sm.C)
-        close(search.state()["p_c"], es.pc)
+        one_generation_of_both(search, es, generation)
         close(search.state()["p_sigma"], es.adapt_sigma.ps)
     assert search.sigma != 0.5 and es.countiter == 50
 
@@ -199,16 +204,7 @@ def test_separable_equals_pycma(dimension, population, monkeypatch):
     np.testing.assert_array_equal(es.sm.C, 1.0)
 
     for generation in range(50):
-        X = search.ask(generation)
-        theirs = es.ask()
-        close(X, theirs)
-        fitness = ellipsoid(X)
-        es.tell(theirs, (-fitness).tolist())
-        search.tell(generation, fitness)
-        close(search.mean, es.mean)
-        close(search.sigma, es.sigma)
-        close(search.state()["C"], es.sm.C)
-        close(search.state()["p_c"], es.pc)
+        one_generation_of_both(search, es, generation)
     assert search.sigma != 0.5 and es.countiter == 50
 
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
                           PreTrainedTokenizerFast)
 
+from conftest import refusal
 from essa_mpi import config as configuration
 from essa_mpi import sft
-from essa_mpi.config import UserError
 from essa_mpi.tasks import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,15 +63,6 @@ def settings(tiny, tmp_path):
         "rank": 2, "lora_alpha": 4.0, "sft_lr": 3e-2, "sft_batch": 8, "sft_steps": 8, "max_tokens": 4,
     }
     return lambda **keys: configuration.make({**table, **keys})
-
-
-def refusal(function, *args) -> str:
-    """The one line with which it refuses."""
-    with pytest.raises(UserError) as refused:
-        function(*args)
-    message = str(refused.value)
-    assert message and "\n" not in message
-    return message
 
 
 def quiet(line):

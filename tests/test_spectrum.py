@@ -404,3 +404,22 @@ def _nudge(tensors):
     name = sorted(tensors)[-1]
     tensors[name][0, 0] += 1e-3
     return tensors
+
+
+# -- damaged files ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("key", ["r", "lora_alpha"])
+def test_an_adapter_config_without_its_numbers_is_refused(tmp_path, key):
+    folder = adapter_in(tmp_path / "one")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    del config[key]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"has {key} = None; needs a number: save the adapter again"):
+        Spectrum.load(folder, 1.0)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00", b"\xff" * 64, b"\x02" + bytes(7) + b"xx"])
+def test_damaged_weights_of_a_model_are_refused(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors is not a safetensors file: .*; copy the model again"):
+        model_shapes(tmp_path)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import refusal
 from essa_mpi import config as configuration
-from essa_mpi.config import UserError
 from essa_mpi.perturbation import row_order
 from essa_mpi.tasks import Row, Task, load_task, render
 
@@ -37,15 +37,6 @@ def write(tmp_path, monkeypatch):
         return name
 
     return write
-
-
-def refusal(function, *args) -> str:
-    """The one line with which it refuses."""
-    with pytest.raises(UserError) as refused:
-        function(*args)
-    message = str(refused.value)
-    assert message and "\n" not in message
-    return message
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -80,7 +71,7 @@ def test_lines_end_at_newlines_only(write):
     ("3", "is a JSON int"),
     ("[" * 100_000, "not JSON"),
     ({"answer": "a"}, "no key 'prompt' (prompt_key)"),
-    ({"prompt": "p", "reply": "a"}, "no key 'answer' (answer_key); the row has 'reply'"),
+    ({"prompt": "p", "reply": "a"}, "no key 'answer' (answer_key); the row has 'prompt', 'reply'"),
     ({"prompt": "p", "answer": None}, "'answer' is null"),
     ({"prompt": "", "answer": "a"}, "is empty"),
     ({"prompt": " \n", "answer": "a"}, "is empty"),
