@@ -27,7 +27,7 @@ setup(
     # kernels as essa_mpi.kernels and an editable install sees the same files. kernels/ has no __init__.py,
     # or, at the top level of a checkout, it would pass for Hugging Face's package of that name.
     packages=find_namespace_packages(include=["essa_mpi", "essa_mpi.*"], exclude=["*.__pycache__"]),
-    package_data={"": ["*.cu", "*.cuh", "*.h", "*.cpp"]},
+    package_data={"": ["*.c", "*.cu", "*.h"]},
     zip_safe=False,
     install_requires=[
         "mpi4py>=4.1.2",    # its wheel finds MPICH or Open MPI when it is loaded

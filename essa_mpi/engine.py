@@ -1,8 +1,8 @@
 """The rank's own vLLM engine: place candidates, generate. Knows nothing of search or MPI.
 
 Candidates are placed by writing their numbers into tensors the engine already holds:
-`slots` (vLLM's LoRA slots, several candidates in one continuous batch), `shared` (their
-cores alone, likewise) or `merged` (one at a time in the base weights, from a pristine copy).
+`shared` (their r x r cores alone, all candidates in one continuous batch), `slots` (vLLM's
+LoRA slots, several candidates in a batch) or `merged` (one at a time in the base weights, from a pristine copy).
 """
 
 import time
@@ -49,30 +49,34 @@ class Engine:
         from vllm.lora.request import LoRARequest
         self._config, self._spectrum = config, spectrum
         self._merged = config.mode == "merged"
-        if config.mode != "slots" and config.tensor_parallel > 1:
-            raise UserError(f"config: mode = {config.mode!r} needs tensor_parallel = 1; use mode = 'slots'")
-        self.capacity = 1 if self._merged else min(config.slots, config.max_num_seqs)
+        if self._merged and config.tensor_parallel > 1:
+            raise UserError("config: mode = 'merged' needs tensor_parallel = 1; use mode = 'shared'")
+        # A candidate in `shared` is some kilobytes: as many as can be in flight at once.
+        self.capacity = {"merged": 1, "shared": config.max_num_seqs,
+                         "slots": min(config.slots, config.max_num_seqs)}[config.mode]
+        settings = {"mode": config.mode, "adapter": str(config.adapter), "alpha": config.alpha, "slots": self.capacity}
         options = dict(
             model=config.model, dtype=config.dtype, tensor_parallel_size=config.tensor_parallel,
-            max_num_seqs=config.max_num_seqs, worker_extension_cls="essa_mpi.placement.Placement",
-            seed=0, disable_log_stats=True)
+            max_num_seqs=config.max_num_seqs, worker_cls="essa_mpi.worker.Worker", seed=0, disable_log_stats=True)
         if config.max_model_len:
             options["max_model_len"] = config.max_model_len
         if on_cpu():
             options.update(enforce_eager=True, kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30))
         else:
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
-            if config.mode == "shared":     # its layers are replaced after vLLM would have captured CUDA graphs
-                options["enforce_eager"] = True
-        if not self._merged:
+        if config.mode == "shared":
+            # vLLM's note of which request has which adapter is all that is used of its LoRA support.
+            options.update(enable_lora=True, max_loras=self.capacity, max_lora_rank=1)
+        elif config.mode == "slots":
             layers = {"qkv_proj", "o_proj"}
             if any(p.searched == 0 for p in spectrum.projections):
                 layers |= {"gate_up_proj", "down_proj"}
             options.update(
                 enable_lora=True, max_loras=self.capacity + 1, max_cpu_loras=self.capacity + 1,
-                max_lora_rank=1 if config.mode == "shared" else next(r for r in MAX_RANKS if r >= spectrum.max_rank),
+                max_lora_rank=next(r for r in MAX_RANKS if r >= spectrum.max_rank),
                 lora_target_modules=sorted(layers))
         options.update(config.vllm)
+        options["additional_config"] = {**options.get("additional_config", {}), "essa_mpi": settings}
         try:
             self._llm = LLM(**options)
         except (TypeError, ValueError) as error:
@@ -81,10 +85,12 @@ class Engine:
             raise UserError(f"vLLM could not start on {config.model}: {error}") from error
         self.tokenizer = self._llm.get_tokenizer()
         self.max_model_len = self._llm.llm_engine.model_config.max_model_len
-        self._llm.collective_rpc("essa_setup", args=(config.mode, str(config.adapter), config.alpha, self.capacity))
-        # Candidate k answers to adapter id k + 1, the base model to the last. The path is never read: the
-        # id is registered.
+        self._llm.collective_rpc("essa_setup", kwargs=settings)
+        # Candidate k answers to adapter id k + 1; the base model to the last, in `shared` to none. The path is
+        # never read: in `slots` the id is registered, in `shared` nothing is loaded.
         self._adapters = [LoRARequest(f"slot{k}", k + 1, "in-memory") for k in range(self.capacity + 1)]
+        if config.mode == "shared":
+            self._adapters[-1] = None
         self.reset_clock()
 
     def reset_clock(self) -> None:
@@ -103,11 +109,8 @@ class Engine:
             [vector] = vectors
             cores = None if vector is None else self._spectrum.cores(vector)
             self._llm.collective_rpc("essa_place_merged", args=(cores,))
-        elif placed and self._config.mode == "shared":
-            self._llm.collective_rpc("essa_place_shared", args=([self._spectrum.cores(v) for v in placed],))
         elif placed:
-            offsets = np.stack([self._spectrum.offsets(v) for v in placed])
-            self._llm.collective_rpc("essa_place_slots", args=(offsets,))
+            self._llm.collective_rpc(f"essa_place_{self._config.mode}", args=(self._spectrum.offsets(np.stack(placed)),))
         self._slot_of = dict(zip([i for i, v in enumerate(vectors) if v is not None], range(self.capacity)))
         # KV blocks are keyed by tokens and adapter name, not by weights: without this a candidate
         # would be scored on its predecessor's keys and values, silently.

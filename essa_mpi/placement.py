@@ -1,8 +1,7 @@
 """Candidates into the engine's tensors, in place. Runs inside the vLLM worker; imports no MPI.
 
-vLLM mixes `Placement` into its worker class (worker_extension_cls); the engine calls its
-methods by name, so the same code serves an engine in the rank's own process and one with
-tensor-parallel workers. Written against vLLM 0.32.0: the private parts it touches are
+`worker.Worker` is vLLM's worker with these methods; the engine calls them by name, so the
+same code serves an engine in the rank's own process and one with tensor-parallel workers. Written against vLLM 0.32.0: the private parts it touches are
 listed in `PRIVATE_PARTS` and checked by a test, so that an upgrade is a decision.
 """
 
@@ -23,9 +22,11 @@ PRIVATE_PARTS = (
     "vllm.lora.lora_model.LoRAModel.from_lora_tensors",
     "vllm.lora.peft_helper.PEFTHelper.from_dict",
     "vllm.lora.layers.column_parallel_linear.MergedQKVParallelLinearWithLoRA.slice_lora_b",
-    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA._get_quant_method",
-    "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase.token_lora_indices",
-    "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase.update_metadata",
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin.load_lora_model",
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin._set_active_loras",
+    "vllm.model_executor.layers.linear.LinearBase",
+    "vllm.model_executor.layers.linear.QKVParallelLinear",
+    "vllm.v1.worker.gpu_worker.Worker.load_model",
     "vllm.lora.layers.row_parallel_linear.RowParallelLinearWithLoRA.slice_lora_a",
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
 )
@@ -45,22 +46,26 @@ class Placement:
 
         mode: "slots", "shared" or "merged". adapter: the peft folder. slots: candidates at once.
         """
-        self._essa = spectrum = Spectrum.load(adapter, alpha)
-        model = self.model_runner.get_model()
-        modules = dict(model.named_modules())
-        layers = {}     # fused layer name -> [(slice of it, index of the projection)]
-        for i, p in enumerate(spectrum.projections):
+        if mode == "shared":    # done when the model was loaded
+            return
+        self._essa = Spectrum.load(adapter, alpha)
+        modules = dict(self.model_runner.get_model().named_modules())
+        layers = self._essa_layers(modules)
+        if mode == "slots":
+            self._essa_setup_slots(slots)
+        else:
+            self._essa_setup_merged(modules, layers)
+
+    def _essa_layers(self, modules: dict) -> dict[str, list]:
+        """Fused layer name -> [(slice of it, index of the projection)]."""
+        layers = {}
+        for i, p in enumerate(self._essa.projections):
             layer_name, part = fused_name(p.module, p.name)
             layers.setdefault(layer_name, []).append((part, i))
         missing = sorted(name for name in layers if name not in modules)
         if missing:
             raise ValueError(f"the engine's model has no layer {missing[0]}")
-        if mode == "slots":
-            self._essa_setup_slots(slots)
-        elif mode == "shared":
-            self._essa_setup_shared(slots, layers)
-        else:
-            self._essa_setup_merged(modules, layers)
+        return layers
 
     # -- slots: vLLM's own LoRA tensors ----------------------------------------------------------
 
@@ -119,20 +124,22 @@ class Placement:
 
     # -- shared: V_A and U_B once for all candidates ---------------------------------------------
 
-    def _essa_setup_shared(self, candidates: int, layers: dict) -> None:
-        """Adapters of rank 1 that hold nothing: vLLM keeps for us whose token it is. See shared_basis."""
-        from .shared_basis import SharedBasis
-        manager = self.model_runner.lora_manager._adapter_manager
-        first = self._essa.projections[0]
-        name = f"base_model.model.{first.module}"
-        tensors = {f"{name}.lora_A.weight": torch.zeros(1, len(first.V_A)),
-                   f"{name}.lora_B.weight": torch.zeros(len(first.U_B), 1)}
-        self._essa_register(manager, tensors, 1, candidates + 1)
-        self._essa_shared = SharedBasis(layers, self._essa, candidates + 1, manager, self.device)
+    def essa_load_shared(self, model, settings: dict):
+        """The loaded model with the candidates in its layers; called in place of vLLM's LoRA set-up."""
+        from .shared_basis import AdapterNotes, SharedBasis
+        self._essa = Spectrum.load(settings["adapter"], settings["alpha"])
+        modules = dict(model.named_modules())
+        config = self.vllm_config
+        sizes = config.compilation_config.cudagraph_capture_sizes or [0]
+        self._essa_shared = SharedBasis(
+            modules, self._essa_layers(modules), self._essa, settings["slots"],
+            max(config.scheduler_config.max_num_batched_tokens, *sizes), config.model_config.dtype, self.device)
+        self.model_runner.lora_manager = AdapterNotes(self._essa_shared)
+        return model
 
-    def essa_place_shared(self, cores: list[list[np.ndarray]]) -> None:
-        """Candidate k's cores[k][i], (r, r) float64 of projection i, for the tokens of adapter k + 1."""
-        self._essa_shared.write(self._essa_slot[:len(cores)], cores)
+    def essa_place_shared(self, offsets: np.ndarray) -> None:
+        """Candidate k for the tokens of adapter k + 1. offsets: (K, 2, projections, r) float64, added to s_A and to s_B."""
+        self._essa_shared.place(offsets)
 
     # -- merged: one candidate in the base weights -----------------------------------------------
 

@@ -3,106 +3,219 @@
 All candidates share V_A and U_B of a projection and differ in an r x r core, so for the tokens X of
 a whole batch (rows) and each token's candidate k(t):
 
-    H = X V_A                    one dense product
-    G[t] = H[t] core[k(t)]^T     r x r a token and slice
-    Y += G U_B^T                 one dense product, added in place to the projection's output
+    H = X V_A                       one dense product
+    Y[t] += (H[t] core[k(t)]^T) U_B^T    in place, by our kernels
 
-vLLM's own LoRA layers stay in place, with rank 1 and nothing in them, for what they know: which
-token belongs to which request's adapter. Only their `apply` is replaced.
+No layer is wrapped and vLLM's LoRA kernels never run: of its LoRA machinery only the note which
+request belongs to which adapter is used. So any base will do, quantised or not.
 """
 
-import types
+import sys
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
+from .kernels import cpu_kernels, dispatch
 from .spectrum import Spectrum
 
-# Up to this size every layer's core is gathered for each token once a step; beyond (prefill) a layer at a time.
-GATHER_BYTES = 4 * 2**20
+NOBODY = -1     # a token of the base model
+
+_layers = weakref.WeakValueDictionary()     # for compiled graphs, which know a layer by its name alone
 
 
 class SharedBasis:
-    """The cores of all candidates, and the patched layers that apply them.
+    """The cores of all candidates, whose token is whose, and the layers that bring the two together.
 
-    cores: float32 (candidates + 1, width): each candidate's cores of all layers, flat; the last
-    row is zero, for tokens of no candidate. Written in place, never replaced.
+    index: int64 (most tokens a step,), each token's candidate or NOBODY. Like the layers' cores it
+    is written in place and never replaced, so CUDA graphs may hold its address.
     """
 
-    def __init__(self, layers: dict[str, list], spectrum: Spectrum, candidates: int, manager, device):
+    def __init__(self, modules: dict, layers: dict[str, list], spectrum: Spectrum, candidates: int, most_tokens: int,
+                 dtype: torch.dtype, device: torch.device):
         """layers: fused layer name -> [(slice, index of the projection)], of what is adapted."""
-        self._candidates, self._width, self._columns = candidates, 0, {}
-        self._wrapper = None
-        self.tokens = None         # this step's cores, (T, width), or None: gather a layer at a time
+        self._spectrum = spectrum
+        self.index = torch.full((most_tokens,), NOBODY, dtype=torch.int64, device=device)
+        self._tokens = 0        # of the last step: what of `index` is not NOBODY
+        self.layers, self._order = [], []
         for name, parts in layers.items():
-            layer = manager.modules[name]
-            self._patch(layer, [(part, spectrum.projections[i], i) for part, i in sorted(parts)], device)
-            self._wrapper = layer.punica_wrapper
-        self.cores = torch.zeros(candidates + 1, self._width, dtype=torch.float32, device=device)
-        self.index = None          # (T,) int64: each token's row of `cores`
-        self._follow_mapping()
+            layer = _Layer(modules[name], parts, spectrum, candidates, self.index, dtype, device)
+            layer.name = f"{len(_layers)}.{name}"
+            _layers[layer.name] = layer
+            self.layers.append(layer)
+            self._order += layer.projections
 
-    def write(self, slots: list[int], cores: list[list[np.ndarray]]) -> None:
-        """Candidate k's cores[k][i], (r, r) float64 of projection i, into row slots[k]."""
-        rows = np.zeros((len(cores), self._width), np.float32)
-        for k, candidate in enumerate(cores):
-            for i, (at, rank, width) in self._columns.items():
-                # Transposed, so that a token's row multiplies it from the left.
-                block = np.zeros((rank, rank), np.float32)
-                block[:width, :width] = candidate[i].T
-                rows[k, at:at + rank * rank] = block.ravel()
-        self.cores[torch.tensor(slots, device=self.cores.device)] = torch.from_numpy(rows).to(self.cores.device)
-        self._stale = True
+    def place(self, offsets: np.ndarray) -> None:
+        """Write candidate k's cores at k. offsets: (K, 2, projections, r) float64, as Spectrum.offsets gives them."""
+        cores = self._spectrum.stacked_cores(offsets)
+        if self.index.device.type == "cpu":
+            cores = cores.swapaxes(2, 3)
+        # A last one of zeros stands for slices that are not adapted.
+        cores = np.concatenate([cores, np.zeros_like(cores[:, :1])], 1).astype(np.float32)[:, self._order]
+        cores = torch.from_numpy(cores).to(self.index.device)
+        at = 0
+        for layer in self.layers:
+            slices = len(layer.projections)
+            layer.cores[:len(cores)] = cores[:, at:at + slices]
+            at += slices
 
-    def _follow_mapping(self) -> None:
-        """Refresh `index` (and `tokens`) whenever vLLM tells its LoRA layers whose token is whose."""
-        update = self._wrapper.update_metadata
-        self._stale = True
+    def follow(self, adapters) -> None:
+        """The next step's tokens belong to these adapters: ids from 1 (candidate 0), 0 for none."""
+        index = np.asarray(adapters, np.int64) - 1
+        self.index[:len(index)].copy_(torch.from_numpy(index), non_blocking=True)
+        if len(index) < self._tokens:       # a graph is padded to the sizes it was captured for
+            self.index[len(index):self._tokens] = NOBODY
+        self._tokens = len(index)
 
-        def updated(*args, **kwargs):
-            update(*args, **kwargs)
-            self._stale = True
-        self._wrapper.update_metadata = updated
 
-    def _refresh(self) -> None:
-        index = self._wrapper.token_lora_indices
-        self.index = torch.where(index < 0, self._candidates, index)
-        small = self.index.numel() * self._width * 4 <= GATHER_BYTES
-        self.tokens = self.cores.index_select(0, self.index) if small else None
-        self._stale = False
+class _Layer:
+    """One fused linear layer with the candidates' updates: stands as its `quant_method`.
 
-    def token_cores(self, at: int, size: int, slices: int, rank: int) -> torch.Tensor:
-        """(T, slices, rank, rank) float32: each token's cores of one layer."""
-        if self._stale:
-            self._refresh()
-        if self.tokens is not None:
-            flat = self.tokens[:, at:at + size]
+    cores: float32 (candidates, slices, r, r), on a CPU each transposed.
+    """
+
+    def __init__(self, base, parts, spectrum, candidates, index, dtype, device):
+        self._method, self._index = base.quant_method, index
+        self._rows = list(base.output_partition_sizes)      # of this worker's shard
+        slices, r = len(self._rows), spectrum.max_rank
+        self.projections = [-1] * slices
+        u_t = torch.zeros(r, sum(self._rows))
+        v_a = None
+        for part, i in parts:
+            p = spectrum.projections[i]
+            self.projections[part] = i
+            a, b = shard_of_v(base, torch.from_numpy(p.V_A).float()), shard_of_u(base, part, torch.from_numpy(p.U_B).float())
+            if v_a is None:
+                v_a = torch.zeros(slices * r, len(a))
+            v_a[part * r:part * r + p.rank] = a.T
+            first = sum(self._rows[:part])
+            u_t[:p.rank, first:first + self._rows[part]] = b.T
+        self._slices, self._rank = slices, r
+        self.cores = torch.zeros(candidates, slices, r, r, dtype=torch.float32, device=device)
+        if device.type == "cpu":
+            self._project = _packed_product(v_a.to(dtype))
+            self._add = self._cpu_add(u_t, dtype)
         else:
-            flat = self.cores[:, at:at + size].index_select(0, self.index)
-        return flat.view(-1, slices, rank, rank)
+            v_a, u_t = v_a.T.contiguous().to(device, dtype), u_t.to(device, dtype)
+            self._project = lambda x: torch.mm(x, v_a)
+            self._add = lambda out, h: dispatch.shared_basis_(out, h.view(-1, slices, r), self.cores, index[:len(out)],
+                                                              u_t, self._rows)
+        base.quant_method = self
 
-    def _patch(self, layer, parts, device) -> None:
-        slices, rank = len(parts), max(p.rank for _, p, _ in parts)
-        dtype = layer.lora_b_stacked[0].dtype
-        n, sizes = parts[0][1].V_A.shape[0], [s.shape[2] for s in layer.lora_b_stacked]
-        basis_a = torch.zeros(n, slices * rank)
-        basis_b = torch.zeros(slices * rank, sum(sizes))
-        first = np.concatenate([[0], np.cumsum(sizes)])
-        at = self._width
-        for s, (part, p, i) in enumerate(parts):
-            basis_a[:, s * rank:s * rank + p.rank] = torch.from_numpy(p.V_A)
-            basis_b[s * rank:s * rank + p.rank, first[part]:first[part + 1]] = torch.from_numpy(p.U_B.T.copy())
-            self._columns[i] = (at + s * rank * rank, rank, p.rank)
-        size = slices * rank * rank
-        self._width += size
-        basis_a, basis_b = basis_a.to(device, dtype), basis_b.to(device, dtype)
-        quant, base = layer._get_quant_method(), layer.base_layer
-        shared = self
+    def __getattr__(self, name):
+        """All else is as the layer's own method has it."""
+        return getattr(self._method, name)
 
-        def apply(self, x, bias=None):
-            output = quant.apply(base, x, bias)
-            h = torch.mm(x, basis_a)
-            cores = shared.token_cores(at, size, slices, rank)
-            g = (h.view(-1, slices, rank, 1) * cores).sum(2)
-            return output.addmm_(g.view(-1, slices * rank).to(dtype), basis_b)
-        layer.apply = types.MethodType(apply, layer)
+    def apply(self, layer, x, bias=None):
+        """What vLLM's linear layer calls: the base's output plus the candidates' updates."""
+        out = self._method.apply(layer, x, bias)
+        if torch.compiler.is_compiling():
+            torch.ops.essa_mpi.add_candidates_(out, x, self.name)
+            return out
+        return self.add(out, x)
+
+    def add(self, out, x):
+        return self._add(out, self._project(x))
+
+    def _cpu_add(self, u_t, dtype):
+        """Our kernel, or without a C compiler dense products."""
+        index, slices, rank = self._index, self._slices, self._rank
+        if dtype in cpu_kernels.TYPES and rank <= cpu_kernels.MAX_RANK:
+            try:
+                kernel = cpu_kernels.SharedBasis(self.cores, u_t, self._rows)
+                return lambda out, h: kernel(out, h, index)
+            except (FileNotFoundError, RuntimeError) as error:
+                _say_once(f"mode = 'shared' runs on plain dense products, slower: {error}")
+        blocks = torch.block_diag(*u_t.split(self._rows, 1)).to(dtype)
+
+        def add(out, h):
+            to = index[:len(out)]
+            # Nobody's tokens get a zero in front of whichever core stands first.
+            h = h[:, :slices * rank].float() * (to >= 0)[:, None]
+            g = (h.view(-1, slices, rank, 1) * self.cores[to.clamp(min=0)]).sum(2)
+            return out.addmm_(g.view(-1, slices * rank).to(dtype), blocks)
+        return add
+
+
+@torch.library.custom_op("essa_mpi::add_candidates_", mutates_args=("out",))
+def _add_candidates_(out: torch.Tensor, x: torch.Tensor, layer: str) -> None:
+    _layers[layer].add(out, x)
+
+
+@_add_candidates_.register_fake
+def _(out, x, layer):
+    return None
+
+
+def shard_of_v(base, v_a: torch.Tensor) -> torch.Tensor:
+    """Of V_A (n, r) the rows for the inputs that this worker's shard of the layer reads."""
+    n = getattr(base, "input_size_per_partition", base.input_size)
+    return v_a if n == len(v_a) else v_a[base.tp_rank * n:(base.tp_rank + 1) * n]
+
+
+def shard_of_u(base, part: int, u_b: torch.Tensor) -> torch.Tensor:
+    """Of U_B (m, r) the rows for the outputs that this worker's shard of the slice makes."""
+    m = base.output_partition_sizes[part]
+    if m == len(u_b):
+        return u_b
+    # Where there are more workers than key-value heads, several hold the same one.
+    at = base.tp_rank // (base.num_kv_head_replicas if part and hasattr(base, "num_kv_head_replicas") else 1)
+    return u_b[at * m:(at + 1) * m]
+
+
+def _packed_product(weight: torch.Tensor):
+    """x -> x weight^T by vLLM's own CPU product, a few rows of zeros wider: it is faster than torch's on few columns."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 16)), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(module, remove_weight=True)
+    product, empty = module.cpu_linear, module.weight
+    return lambda x: product(x, empty, None)
+
+
+_said = set()
+
+
+def _say_once(line):
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr, flush=True)
+
+
+class AdapterNotes:
+    """Stands where vLLM's model runner keeps its LoRA manager, and loads nothing: adapter k + 1 is candidate k."""
+
+    def __init__(self, basis: SharedBasis):
+        self._basis = basis
+
+    def set_active_adapters(self, requests, mapping) -> None:
+        """vLLM, before each step: mapping.index_mapping is each token's adapter id."""
+        self._basis.follow(mapping.index_mapping)
+
+    def add_adapter(self, request) -> bool:
+        return True
+
+    def add_dummy_lora(self, request, rank) -> bool:
+        return True
+
+    def remove_adapter(self, adapter_id) -> bool:
+        return True
+
+    def pin_adapter(self, adapter_id) -> bool:
+        return True
+
+    def remove_all_adapters(self) -> None:
+        pass
+
+    def list_adapters(self) -> set[int]:
+        return set()
+
+    def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
+        return 1
+
+    def supports_tower_connector_lora(self) -> bool:
+        return False
+
+    def dummy_lora_cache(self):
+        return nullcontext()

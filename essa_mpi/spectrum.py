@@ -126,12 +126,37 @@ class Spectrum:
         return result
 
     def offsets(self, x: np.ndarray) -> np.ndarray:
-        """(2, projections, largest rank) float64: what x adds to s_A (0) and s_B (1), zero where nothing."""
-        result = np.zeros((2, len(self.projections), self.max_rank))
-        for i, (p, pair) in enumerate(zip(self.projections, self.spectra(x))):
-            for factor, (s, moved) in enumerate(zip((p.s_A, p.s_B), pair)):
-                result[factor, i, :p.rank] = moved - s
-        return result
+        """What x adds to s_A (0) and s_B (1), zero where nothing: x (..., D) to float64 (..., 2, projections, largest rank)."""
+        x = np.asarray(x, np.float64)
+        flat = np.zeros((*x.shape[:-1], 2 * len(self.projections) * self.max_rank))
+        at, size = self._places
+        flat[..., at] = x * size if self.relative else x
+        return flat.reshape(*x.shape[:-1], 2, len(self.projections), self.max_rank)
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each search coordinate: where it lies in the flat `offsets`, and the singular value it moves."""
+        at, size, r = [], [], self.max_rank
+        for i, p in enumerate(self.projections):
+            for factor, s in enumerate((p.s_A, p.s_B)):
+                at.extend((factor * len(self.projections) + i) * r + np.arange(p.searched))
+                size.extend(s[:p.searched])
+        return np.array(at, int), np.array(size)
+
+    def stacked_cores(self, offsets: np.ndarray) -> np.ndarray:
+        """The cores of all projections at once: offsets (K, 2, P, r) to float64 (K, P, r, r), zero beyond a smaller rank."""
+        mixing, s_A, s_B = self._stacked
+        return (s_B + offsets[:, 1])[..., :, None] * mixing * (s_A + offsets[:, 0])[..., None, :]
+
+    @cached_property
+    def _stacked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(scale M, s_A, s_B) of all projections, zero beyond a smaller rank."""
+        count, r = len(self.projections), self.max_rank
+        mixing, s_A, s_B = np.zeros((count, r, r)), np.zeros((count, r)), np.zeros((count, r))
+        for i, p in enumerate(self.projections):
+            mixing[i, :p.rank, :p.rank] = p.scale * p.mixing
+            s_A[i, :p.rank], s_B[i, :p.rank] = p.s_A, p.s_B
+        return mixing, s_A, s_B
 
     def cores(self, x: np.ndarray) -> list[np.ndarray]:
         """scale * diag(s_B + d_B) M diag(s_A + d_A), (r, r) float64, one a projection."""

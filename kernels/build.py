@@ -1,23 +1,31 @@
-"""Builds the CUDA half: `python -m essa_mpi.kernels.build`.
+"""Builds the compiled halves: `python -m essa_mpi.kernels.build` for GPUs, `--cpu` for CPUs.
 
 One shared library with a plain C interface, made by nvcc from cuda/*.cu into _build/ beside this
 file (or the folder that ESSA_MPI_KERNELS_BUILD names). It links nothing of torch, so it fits any
 torch, and it loads on a machine without a GPU. Without nvcc there is nothing to do: the Triton
 half runs instead.
 
+The CPU half is one C file, cpu/shared_basis.c. An engine on a CPU builds it in a second when it is
+first wanted; `--cpu` does so beforehand, for compute nodes without a compiler.
+
 `python -m essa_mpi.kernels.build --host` compiles the same sources with the C++ compiler, as loops
 over threads; the tests check the arithmetic with it.
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
+import platform
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "cuda"
+CPU_SOURCE = Path(__file__).resolve().parent / "cpu" / "shared_basis.c"
 ARCHITECTURES = (80, 90, 100, 120)   # an sm_80 binary serves 8.6 and 8.9 too
 
 
@@ -28,6 +36,12 @@ def build_folder() -> Path:
 
 def library_path(host: bool = False) -> Path:
     return build_folder() / ("libessa_host.so" if host else "libessa_kernels.so")
+
+
+def cpu_library_path() -> Path:
+    """Named after its source, so that a library older than that is never loaded."""
+    digest = hashlib.blake2b(CPU_SOURCE.read_bytes(), digest_size=8).hexdigest()
+    return build_folder() / f"libessa_cpu_{platform.machine()}_{digest}.so"
 
 
 def source_digest() -> str:
@@ -83,39 +97,78 @@ def build_host(output: Path | None = None, verbose: bool = False) -> Path:
     return _compile([compiler, *flags], output or library_path(host=True), verbose)[0]
 
 
-def _compile(command: list[str], output: Path, verbose: bool) -> tuple[Path, str]:
+def build_cpu(output: Path | None = None, verbose: bool = False) -> Path:
+    """Compile the CPU kernel with the C compiler (CC, else gcc, else cc). Raises as `build` does.
+
+    Not linked to an OpenMP runtime: the one that torch has loaded serves it.
+    """
+    compiler = next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "cc"])), None)
+    if compiler is None:
+        raise FileNotFoundError("no C compiler: neither CC, gcc nor cc is on PATH")
+    output = output or cpu_library_path()
+    try:
+        with _partial(output) as partial, tempfile.TemporaryDirectory() as scratch:
+            middle = f"{scratch}/shared_basis.o"
+            _run([compiler, "-O3", "-std=gnu11", "-fopenmp", "-fPIC", "-Wno-psabi", "-c", str(CPU_SOURCE), "-o", middle], verbose)
+            _run([compiler, "-shared", middle, "-o", str(partial)], verbose)
+    except OSError as error:
+        raise RuntimeError(f"{output} cannot be written: {error}; name another folder with ESSA_MPI_KERNELS_BUILD") from None
+    return output
+
+
+@contextlib.contextmanager
+def _partial(output: Path):
+    """A name to write under; it becomes `output` at the end, so that another rank never loads half a file."""
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.parent.name == "_build":
         (output.parent / ".gitignore").write_text("*\n")
-    partial = output.with_name(f"{output.name}.{os.getpid()}")   # another rank never loads half a file
-    command = command + [f'-DESSA_SOURCE_DIGEST="{source_digest()}"', *map(str, sorted(SOURCES.glob("*.cu"))),
-                         "-o", str(partial)]
+    partial = output.with_name(f"{output.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _run(command: list[str], verbose: bool) -> str:
+    """What the command says. Raises RuntimeError with that if it fails."""
     if verbose:
         print(" ".join(command))
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
-    partial.replace(output)
-    return output, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _compile(command: list[str], output: Path, verbose: bool) -> tuple[Path, str]:
+    with _partial(output) as partial:
+        said = _run(command + [f'-DESSA_SOURCE_DIGEST="{source_digest()}"', *map(str, sorted(SOURCES.glob("*.cu"))),
+                               "-o", str(partial)], verbose)
+    return output, said
 
 
 def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m essa_mpi.kernels.build", description="Build the CUDA kernels.")
+    parser = argparse.ArgumentParser(prog="python -m essa_mpi.kernels.build", description="Build the compiled kernels.")
     parser.add_argument("--arch", type=int, action="append", metavar="NN",
                         help=f"compute capability without the dot; may repeat (default: {ARCHITECTURES})")
     parser.add_argument("--host", action="store_true", help="compile for the CPU instead, for tests")
+    parser.add_argument("--cpu", action="store_true", help="build the CPU half")
     parser.add_argument("--verbose", action="store_true", help="print the compiler's command and ptxas's report")
     options = parser.parse_args(arguments)
     try:
         if options.host:
             print(f"built {build_host(verbose=options.verbose)}")
             return 0
+        if options.cpu:
+            print(f"built {build_cpu(verbose=options.verbose)}")
+            return 0
         library, report = build(options.arch or ARCHITECTURES, verbose=options.verbose)
     except FileNotFoundError as error:
-        print(f"CUDA kernels not built: {error}. Nothing is lost: the Triton kernels do the same work.")
+        print(f"kernels not built: {error}. Nothing is lost: "
+              + ("plain dense products do the same work, slower." if options.cpu else "the Triton kernels do the same work."))
         return 0
     except RuntimeError as error:
-        print(f"CUDA kernels not built: {error}", file=sys.stderr)
+        print(f"kernels not built: {error}", file=sys.stderr)
         return 1
     if options.verbose:
         print(report)

@@ -152,9 +152,10 @@ class Served:
         return [digest.hexdigest() for digest in digests]
 
     def core_bits(self):
-        """A digest of the cores of each place (shared); the last row, of no candidate, left out."""
-        return [hashlib.blake2b(_bytes(row), digest_size=8).hexdigest()
-                for row in self._worker()._essa_shared.cores[:-1]]
+        """A digest of the cores of each place (shared), of all layers."""
+        layers = self._worker()._essa_shared.layers
+        return [hashlib.blake2b(b"".join(_bytes(layer.cores[k]) for layer in layers), digest_size=8).hexdigest()
+                for k in range(self.engine.capacity)]
 
     def slot(self, layer, part, index):
         """(A, B) of one slice of a layer in slot `index`: float32 numpy (r, n) and (m, r), padding and all."""
