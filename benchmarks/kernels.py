@@ -14,8 +14,6 @@ time the Python call as well. Without a GPU the timing half is left out and the 
 
 import argparse
 import importlib.util
-import json
-import platform
 import shutil
 import statistics
 import sys
@@ -28,6 +26,8 @@ import torch
 from essa_mpi import perturbation
 from essa_mpi.kernels import build, cuda_kernels, dispatch, reference
 from essa_mpi.kernels.tables import MergeTable, SlotTable, cores as make_cores
+
+from . import record
 
 MODELS = {  # layers, hidden size, rows of q and of k (= v)
     "Qwen2.5-7B": (28, 3584, 3584, 512),
@@ -280,23 +280,8 @@ def timings(repeats, layers_asked):
     return rows, ratios
 
 
-def machine():
-    described = {"host": platform.machine(), "processor": platform.processor() or platform.machine(), "gpu": None}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        described["gpu"] = {"name": properties.name, "memory_bytes": properties.total_memory,
-                            "capability": list(torch.cuda.get_device_capability(0)),
-                            "multiprocessors": properties.multi_processor_count}
-    return described
-
-
 def versions():
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-             "cuda": torch.version.cuda, "kernel_source": build.source_digest()}
-    if importlib.util.find_spec("triton"):
-        import triton
-        found["triton"] = triton.__version__
-    return found
+    return {**record.versions("torch", "numpy", "triton"), "cuda": torch.version.cuda, "kernel_source": build.source_digest()}
 
 
 def main(arguments=None):
@@ -305,17 +290,16 @@ def main(arguments=None):
     parser.add_argument("--repeats", type=int, default=5, help="times a timing is repeated (default 5)")
     parser.add_argument("--layers", type=int, help="time only the first N layers, for a GPU with little memory")
     options = parser.parse_args(arguments)
-    result = {"name": "kernels", "machine": machine(), "versions": versions(), "rows": check_all(), "ratios": {}}
-    right = all(row["ok"] for row in result["rows"])
+    rows, ratios = check_all(), {}
+    right = all(row["ok"] for row in rows)
     if not right:
         print("some results are wrong, so nothing is timed")
     elif torch.cuda.is_available():
-        rows, result["ratios"] = timings(options.repeats, options.layers)
-        result["rows"] += rows
+        timed, ratios = timings(options.repeats, options.layers)
+        rows += timed
     else:
         print("no GPU: nothing is timed")
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    record.write(options.json, "kernels", rows, ratios, versions=versions())
     return 0 if right else 1
 
 

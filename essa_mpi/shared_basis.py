@@ -94,8 +94,8 @@ class _Layer:
         self._slices, self._rank = slices, r
         self.cores = torch.zeros(candidates, slices, r, r, dtype=torch.float32, device=device)
         if device.type == "cpu":
-            self._project = _packed_product(v_a.to(dtype))
-            self._add = self._cpu_add(u_t, dtype)
+            self._project, width = _packed_product(v_a.to(dtype))
+            self._add = self._cpu_add(u_t, width, dtype)
         else:
             v_a, u_t = v_a.T.contiguous().to(device, dtype), u_t.to(device, dtype)
             self._project = lambda x: torch.mm(x, v_a)
@@ -118,13 +118,12 @@ class _Layer:
     def add(self, out, x):
         return self._add(out, self._project(x))
 
-    def _cpu_add(self, u_t, dtype):
+    def _cpu_add(self, u_t, width, dtype):
         """Our kernel, or without a C compiler dense products."""
         index, slices, rank = self._index, self._slices, self._rank
         if dtype in cpu_kernels.TYPES and rank <= cpu_kernels.MAX_RANK:
             try:
-                kernel = cpu_kernels.SharedBasis(self.cores, u_t, self._rows)
-                return lambda out, h: kernel(out, h, index)
+                return cpu_kernels.SharedBasis(self.cores, index, u_t, self._rows, width, dtype)
             except (FileNotFoundError, RuntimeError) as error:
                 _say_once(f"mode = 'shared' runs on plain dense products, slower: {error}")
         blocks = torch.block_diag(*u_t.split(self._rows, 1)).to(dtype)
@@ -165,13 +164,14 @@ def shard_of_u(base, part: int, u_b: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_product(weight: torch.Tensor):
-    """x -> x weight^T by vLLM's own CPU product, a few rows of zeros wider: it is faster than torch's on few columns."""
+    """(x -> x weight^T, its columns: some more, zeros). vLLM's own CPU product is faster than torch's on few columns."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 16)), requires_grad=False)
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 16))
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
     dispatch_cpu_unquantized_gemm(module, remove_weight=True)
-    product, empty = module.cpu_linear, module.weight
-    return lambda x: product(x, empty, None)
+    product, kept = module.cpu_linear, module.weight
+    return lambda x: product(x, kept, None), len(weight)
 
 
 _said = set()

@@ -26,40 +26,52 @@ def library() -> ctypes.CDLL:
     # Undefined on purpose: the OpenMP runtime. It is the one that torch has loaded already, so that
     # there are not two teams of threads.
     found = ctypes.CDLL(str(path))
-    pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    found.essa_shared_basis.argtypes = [pointer, i64, pointer, i64, pointer, i64, pointer, pointer, i64, i64, i32, i32,
-                                        pointer, i32]
+    found.essa_shared_basis.argtypes = [ctypes.POINTER(_Layer), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     found.essa_shared_basis.restype = None
     return found
 
 
-class SharedBasis:
-    """out[t] += (h[t] core[idx[t]]^T) U_B^T in place for one layer, its constants bound.
+class _Layer(ctypes.Structure):
+    """struct layer of cpu/shared_basis.c."""
 
-    cores_t: float32 (K, S, r, r) contiguous, each core transposed; u_t: (r, m), U_B of all S slices
-    transposed; rows: output columns of each slice. The tensors are read at each call, where they are.
-    Raises ValueError for what does not fit, and what `library` raises.
+    _fields_ = ([(name, ctypes.c_void_p) for name in ("cores", "index", "u", "rows")]
+                + [(name, ctypes.c_int64) for name in ("ldu", "ldh", "ldo")]
+                + [(name, ctypes.c_int32) for name in ("slices", "rank", "type")])
+
+
+class SharedBasis:
+    """out[t] += (h[t] core[index[t]]^T) U_B^T in place for one layer, all else bound.
+
+    cores_t: float32 (K, S, r, r), each core transposed; index: int64, as many as a step may have
+    tokens, each below K (not checked), negative for no candidate; u_t: (r, m), U_B of all S slices
+    transposed; rows: output columns of each slice; width: columns of h; dtype: of out and h, float32
+    or bfloat16. cores_t and index are read at each call, where they are now. Raises ValueError for
+    what does not fit, and what `library` raises.
     """
 
-    def __init__(self, cores_t: Tensor, u_t: Tensor, rows: list[int]):
-        _, slices, rank, width = cores_t.shape
-        if rank > MAX_RANK or rank != width or u_t.shape != (rank, sum(rows)) or len(rows) != slices:
-            raise ValueError(f"cores_t {tuple(cores_t.shape)}, u_t {tuple(u_t.shape)} and rows {rows} do not fit, or rank > {MAX_RANK}")
-        if cores_t.dtype != torch.float32 or not cores_t.is_contiguous() or cores_t.is_cuda:
-            raise ValueError(f"cores_t is {cores_t.dtype} on {cores_t.device} with strides {cores_t.stride()}: needs contiguous float32 on the CPU")
+    def __init__(self, cores_t: Tensor, index: Tensor, u_t: Tensor, rows: list[int], width: int, dtype: torch.dtype):
+        _, slices, rank, _ = cores_t.shape
+        if rank > MAX_RANK or cores_t.shape[3] != rank or u_t.shape != (rank, sum(rows)) or len(rows) != slices or width < slices * rank:
+            raise ValueError(f"cores_t {tuple(cores_t.shape)}, u_t {tuple(u_t.shape)}, rows {rows} and width {width} do not fit, "
+                             f"or the rank is above {MAX_RANK}")
+        for name, tensor, needs in (("cores_t", cores_t, torch.float32), ("index", index, torch.int64)):
+            if tensor.dtype != needs or not tensor.is_contiguous() or tensor.is_cuda:
+                raise ValueError(f"{name} is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}: needs "
+                                 f"contiguous {needs} on the CPU")
         pieces = [torch.nn.functional.pad(piece, (0, -piece.shape[1] % LANES)) for piece in u_t.float().split(rows, 1)]
-        self._u, self._cores = torch.cat(pieces, 1).contiguous(), cores_t
-        self._rows = (ctypes.c_int64 * slices)(*rows)
-        self._call = library().essa_shared_basis
-        self._before = (cores_t.data_ptr(), slices * rank * rank)
-        self._after = (slices, rank, self._rows)
+        u, counts = torch.cat(pieces, 1).contiguous(), (ctypes.c_int64 * slices)(*rows)
+        self._held = cores_t, index, u, counts     # the structure holds their addresses
+        self._layer = _Layer(cores_t.data_ptr(), index.data_ptr(), u.data_ptr(), ctypes.addressof(counts), u.shape[1],
+                             width, sum(rows), slices, rank, TYPES[dtype])
+        self._columns, self._width, self._dtype, self._most = sum(rows), width, dtype, len(index)
+        self._call, self._pointer = library().essa_shared_basis, ctypes.pointer(self._layer)
 
-    def __call__(self, out: Tensor, h: Tensor, idx: Tensor) -> Tensor:
-        """out: (T, m) float32 or bfloat16; h: (T, >= S r), of out's type; idx: int64 (>= T,) contiguous, negative: no
-        candidate, else below K (not checked). Both with contiguous rows. Returns out."""
-        tokens = out.shape[0]
-        if tokens > 1 and (out.stride(1) != 1 or h.stride(1) != 1) or h.dtype != out.dtype or h.shape[0] != tokens:
-            raise ValueError(f"out {tuple(out.shape)} {out.stride()} {out.dtype}, h {tuple(h.shape)} {h.stride()} {h.dtype}: do not fit")
-        self._call(out.data_ptr(), out.stride(0), h.data_ptr(), h.stride(0), *self._before, idx.data_ptr(),
-                   self._u.data_ptr(), self._u.shape[1], tokens, *self._after, TYPES[out.dtype])
+    def __call__(self, out: Tensor, h: Tensor) -> Tensor:
+        """out: (T, m); h: (T, width), S r values a token in front; both contiguous. Returns out."""
+        tokens, columns = out.shape
+        if not (columns == self._columns and h.shape == (tokens, self._width) and tokens <= self._most
+                and out.dtype == h.dtype == self._dtype and out.is_contiguous() and h.is_contiguous()):
+            raise ValueError(f"out {tuple(out.shape)} {out.stride()} {out.dtype}, h {tuple(h.shape)} {h.stride()} {h.dtype}: "
+                             f"needs contiguous {self._dtype} (T, {self._columns}) and (T, {self._width}), T <= {self._most}")
+        self._call(self._pointer, out.data_ptr(), h.data_ptr(), tokens)
         return out

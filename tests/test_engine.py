@@ -468,6 +468,35 @@ def test_families(family_of, prompts, name, mode):
             assert ask_one(engine, vector, prompts) == answers
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, mode", [(2, "shared"), (1, "shared"), (2, "slots")])
+def test_two_workers_hold_shards_of_a_model(real_model, prompts, tmp_path, heads, mode):
+    """tensor_parallel = 2 on a CPU: shards of V_A and U_B, and of a single key-value head all of it twice."""
+    from transformers import AutoConfig
+    model = make_model(tmp_path / "model", "qwen2", tokenizer=real_model, num_key_value_heads=heads)
+    shapes = shapes_of(AutoConfig.from_pretrained(model), ATTENTION + MLP)
+    adapter = make_adapter(tmp_path / "adapter", shapes, scale=0.2)
+    oracle = Oracle(model, adapter, tmp_path)
+    vectors = [oracle.candidate(0), None, oracle.candidate(1)]
+    wanted = [oracle.answers(prompts, vector) for vector in vectors]
+    assert len({tuple(answers) for answers in wanted}) == len(vectors)
+    with EngineSession(settings_of(model, adapter, mode, tensor_parallel=2)) as engine:
+        engine.place(vectors)
+        found = ask(engine, *((k, prompt) for prompt in prompts for k in range(len(vectors))))
+    assert [found[k::len(vectors)] for k in range(len(vectors))] == wanted
+
+
+@pytest.mark.slow
+def test_the_shared_form_in_a_compiled_graph(family_of, prompts):
+    """Not eager: the layers are traced, as on a GPU, and know the candidates by a custom operator."""
+    model, adapter, oracle = family_of("llama")
+    vectors = [oracle.candidate(0), None, oracle.candidate(1)]
+    with EngineSession(settings_of(model, adapter, "shared", vllm={"enforce_eager": False})) as engine:
+        engine.place(vectors)
+        found = ask(engine, *((k, prompt) for prompt in prompts for k in range(len(vectors))))
+    assert [found[k::len(vectors)] for k in range(len(vectors))] == [oracle.answers(prompts, v) for v in vectors]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_merged_export_answers_as_the_adapter_does(family_of, prompts, name, tmp_path):
     model, adapter, oracle = family_of(name)

@@ -96,7 +96,7 @@ def test_build_says_in_one_line_that_nvcc_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     assert build.main([]) == 0
     out = capsys.readouterr().out
-    assert out.count("\n") == 1 and "CUDA kernels not built" in out and "Triton" in out
+    assert out.count("\n") == 1 and "kernels not built" in out and "Triton" in out
 
 
 def test_without_a_library_the_reason_is_given(tmp_path, monkeypatch):

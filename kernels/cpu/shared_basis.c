@@ -17,6 +17,7 @@
 enum { LANES = 16, MAX_RANK = 32 };
 enum { FLOAT32, BFLOAT16 };
 typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float eight __attribute__((vector_size(32)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t half __attribute__((vector_size(2 * LANES)));
 
@@ -72,60 +73,66 @@ INLINE void expand(void *const *row, int n, const float *g, const float *u, int6
 
 /* g[a] = sum_b h[b] core_t[b][a] */
 INLINE void core_step(float *g, const void *h, int64_t at, const float *core_t, int rank, int type) {
-    for (int a = 0; a < rank; a++) g[a] = 0;
-    for (int b = 0; b < rank; b++) {
-        float x = value(h, at + b, type);
-        for (int a = 0; a < rank; a++) g[a] += x * core_t[b * rank + a];
+    int a = 0;
+    for (; a + 8 <= rank; a += 8) {
+        eight sum = {0}, x;
+        for (int b = 0; b < rank; b++) {
+            memcpy(&x, core_t + b * rank + a, sizeof x);
+            sum += value(h, at + b, type) * x;
+        }
+        memcpy(g + a, &sum, sizeof sum);
+    }
+    for (; a < rank; a++) {
+        g[a] = 0;
+        for (int b = 0; b < rank; b++) g[a] += value(h, at + b, type) * core_t[b * rank + a];
     }
 }
 
-INLINE void tokens_of(int64_t from, int64_t to, char *out, int64_t ldo, const void *h, int64_t ldh, const float *cores,
-                      int64_t ldc, const int64_t *idx, const float *u, int64_t ldu, int slices, int rank,
-                      const int64_t *rows, int type) {
+/* What stays the same from call to call. */
+struct layer {
+    const float *cores;      /* (candidates, slices, rank, rank), each core transposed */
+    const int64_t *index;    /* each token's candidate; a negative one leaves its token alone */
+    const float *u;          /* (rank, ldu): U_B^T, each slice padded to a multiple of LANES columns */
+    const int64_t *rows;     /* output columns of each slice */
+    int64_t ldu, ldh, ldo;   /* values from one row to the next: of u, h, out */
+    int32_t slices, rank, type;
+};
+
+INLINE void tokens_of(const struct layer *l, int64_t from, int64_t to, char *out, const void *h, int rank, int type) {
     const int size = type == BFLOAT16 ? 2 : 4;
     for (int64_t t = from; t < to; t += 2) {   /* two tokens share each load of u */
         int n = 0;
         int64_t token[2];
         for (int64_t i = t; i < to && i < t + 2; i++)
-            if (idx[i] >= 0) token[n++] = i;
+            if (l->index[i] >= 0) token[n++] = i;
         int64_t column = 0, padded = 0;
-        for (int s = 0; s < slices; s++) {
+        for (int s = 0; s < l->slices; s++) {
             float g[2 * MAX_RANK];
             void *row[2];
             for (int i = 0; i < n; i++) {
-                core_step(g + i * MAX_RANK, h, token[i] * ldh + s * rank,
-                          cores + idx[token[i]] * ldc + s * rank * rank, rank, type);
-                row[i] = out + (token[i] * ldo + column) * size;
+                const float *core_t = l->cores + (l->index[token[i]] * l->slices + s) * rank * rank;
+                core_step(g + i * MAX_RANK, h, token[i] * l->ldh + s * rank, core_t, rank, type);
+                row[i] = out + (token[i] * l->ldo + column) * size;
             }
-            if (n == 2) expand(row, 2, g, u + padded, ldu, rows[s], rank, type);
-            else if (n == 1) expand(row, 1, g, u + padded, ldu, rows[s], rank, type);
-            column += rows[s];
-            padded += (rows[s] + LANES - 1) / LANES * LANES;
+            if (n == 2) expand(row, 2, g, l->u + padded, l->ldu, l->rows[s], rank, type);
+            else if (n == 1) expand(row, 1, g, l->u + padded, l->ldu, l->rows[s], rank, type);
+            column += l->rows[s];
+            padded += (l->rows[s] + LANES - 1) / LANES * LANES;
         }
     }
 }
 
 CLONES
-static void chunk(int64_t from, int64_t to, char *out, int64_t ldo, const void *h, int64_t ldh, const float *cores,
-                  int64_t ldc, const int64_t *idx, const float *u, int64_t ldu, int slices, int rank,
-                  const int64_t *rows, int type) {
-#define CALL(RANK, TYPE) tokens_of(from, to, out, ldo, h, ldh, cores, ldc, idx, u, ldu, slices, RANK, rows, TYPE)
-    if (type == BFLOAT16 && rank == 8) CALL(8, BFLOAT16);
-    else if (type == BFLOAT16 && rank == 16) CALL(16, BFLOAT16);
-    else if (type == BFLOAT16) CALL(rank, BFLOAT16);
-    else CALL(rank, FLOAT32);
-#undef CALL
+static void chunk(const struct layer *l, int64_t from, int64_t to, char *out, const void *h) {
+    if (l->type == BFLOAT16 && l->rank == 8) tokens_of(l, from, to, out, h, 8, BFLOAT16);
+    else if (l->type == BFLOAT16 && l->rank == 16) tokens_of(l, from, to, out, h, 16, BFLOAT16);
+    else if (l->type == BFLOAT16) tokens_of(l, from, to, out, h, l->rank, BFLOAT16);
+    else tokens_of(l, from, to, out, h, l->rank, FLOAT32);
 }
 
-/* out: (tokens, ldo); h: (tokens, ldh), slices x rank values in front; cores: row idx[t], of ldc values, starts with
- * this layer's (slices, rank, rank), each transposed; u: (rank, ldu) float32, rows[s] columns a slice, each slice
- * padded to a multiple of LANES. A negative idx[t] leaves its token alone. out and h are of `type`, all else float32. */
-void essa_shared_basis(void *out, int64_t ldo, const void *h, int64_t ldh, const float *cores, int64_t ldc,
-                       const int64_t *idx, const float *u, int64_t ldu, int64_t tokens, int slices, int rank,
-                       const int64_t *rows, int type) {
+/* out: (tokens, ldo); h: (tokens, ldh), the slices' rank values side by side in front. Both are of l->type. */
+void essa_shared_basis(const struct layer *l, void *out, const void *h, int64_t tokens) {
     enum { CHUNK = 8 };
 #pragma omp parallel for schedule(static) if (tokens > CHUNK)
-    for (int64_t t = 0; t < tokens; t += CHUNK)
-        chunk(t, t + CHUNK < tokens ? t + CHUNK : tokens, out, ldo, h, ldh, cores, ldc, idx, u, ldu, slices, rank,
-              rows, type);
+    for (int64_t t = 0; t < tokens; t += CHUNK) chunk(l, t, t + CHUNK < tokens ? t + CHUNK : tokens, out, h);
 }
