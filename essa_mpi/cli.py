@@ -51,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         if name == "export":
             sub.add_argument("--out", metavar="DIR", required=True, help="the folder to write; must not exist")
             sub.add_argument("--merged", action="store_true", help="the whole model, adapter merged in")
+    quantise = command("quantise", "make a w8a8 or w4a16 copy of a model, to evolve on with mode = 'shared'")
+    quantise.add_argument("model", metavar="MODEL", help="a Hugging Face model folder")
+    quantise.add_argument("out", metavar="OUT", help="the folder to write; must not exist")
+    quantise.add_argument("--scheme", required=True, metavar="SCHEME",
+                          help="w8a8: int8 weights and activations; w4a16: int4 weights")
+    quantise.add_argument("--group-size", type=int, metavar="N",
+                          help="w4a16: inputs that share a scale; the largest of 128, 64, 32 that fits")
     doctor = command("doctor", "what is installed, which MPI and GPUs, what would be bound where")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="check this config's run too")
     return p
@@ -63,7 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        {"sft": _sft, "run": _run, "eval": _eval, "export": _export, "show": _show, "doctor": _doctor}[args.command](args)
+        {"sft": _sft, "run": _run, "eval": _eval, "export": _export, "show": _show, "quantise": _quantise,
+         "doctor": _doctor}[args.command](args)
     except UserError as error:
         from .seat import launcher_rank
         if launcher_rank() == 0:     # before MPI is up every process fails alike: one speaks
@@ -139,6 +147,11 @@ def _export(args) -> None:
 def _show(args) -> None:
     from .report import show
     print(show(args.run))
+
+
+def _quantise(args) -> None:
+    from .quantise import quantise
+    print(quantise(args.model, args.out, args.scheme, args.group_size))
 
 
 def _doctor(args) -> None:

@@ -12,6 +12,8 @@ def set_environment(rank: int) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                 "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # Or vLLM rounds the activations of w4a16 models to int8 too, on CPUs with AMX.
+                "VLLM_CPU_INT4_W4A8": "0",
                 # OpenMP threads that spin while they wait take a shared core from whoever has work to do.
                 "OMP_WAIT_POLICY": "PASSIVE",
                 # Engines on one node race for ports and compile caches: a wide stride, a folder a rank.

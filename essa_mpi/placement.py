@@ -8,6 +8,7 @@ listed in `PRIVATE_PARTS` and checked by a test, so that an upgrade is a decisio
 import numpy as np
 import torch
 
+from .config import UserError
 from .kernels.tables import MergeTable, SlotTable
 from .spectrum import Spectrum
 
@@ -153,7 +154,8 @@ class Placement:
         for name, parts in layers.items():
             layer = modules[name]
             if type(layer.quant_method).__name__ != "UnquantizedLinearMethod":
-                raise ValueError(f"mode = 'merged' needs an unquantised base, but {name} is quantised; use 'slots'")
+                raise UserError(f"config: mode = 'merged' needs an unquantised base, but {name} is quantised; "
+                                f"use mode = 'shared'")
             pristine = _recover_weight(layer)
             sizes = getattr(layer, "output_sizes", None) or [pristine.shape[0]]
             rows = np.concatenate([[0], np.cumsum(sizes)]).astype(int)

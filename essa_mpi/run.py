@@ -53,10 +53,10 @@ class Prepared:
         from .rewards import load_reward
         from .spectrum import Spectrum, check_fits, check_model, model_shapes
         from .tasks import load_task
-        model = check_model(config.model)
+        check_model(config.model)
         self.spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative")
         shapes = model_shapes(config.model)
-        if shapes and "quantization_config" not in model:
+        if shapes:
             check_fits(self.spectrum, config.model, shapes)
         self.task = load_task(config)
         self.rows_hash = f"{self.task.digest():016x}"

@@ -282,39 +282,61 @@ def _decompose(folder, module: str, f: dict, peft_config: dict, alpha: float) ->
     return Projection(module, f["name"], scale, U_B, s_B, V_Bt.T.copy(), U_A, s_A, V_At.T.copy(), searched)
 
 
-def check_fits(spectrum: Spectrum, model_folder: str | Path, shapes: dict[str, tuple[int, int]]) -> None:
+def check_fits(spectrum: Spectrum, model_folder: str | Path, shapes: dict[str, tuple[int, int] | None]) -> None:
     """Raise UserError if a projection of the adapter does not fit the model, naming both shapes.
 
-    shapes: module name -> (m, n) of the model's linear layers.
+    shapes: module name -> (m, n) of the model's linear layers, None where it is not known.
     """
     for p in spectrum.projections:
-        have, need = shapes.get(p.module), (p.U_B.shape[0], p.V_A.shape[0])
-        if have is None:
+        if p.module not in shapes:
             raise UserError(f"the adapter adapts {p.module}, which the model {model_folder} does not have; "
                             f"it belongs to another model: set model or adapter to the other's own")
-        if have != need:
+        have, need = shapes[p.module], (p.U_B.shape[0], p.V_A.shape[0])
+        if have not in (None, need):
             raise UserError(f"the adapter belongs to another model: {p.module} is {need[0]} x {need[1]} in the "
                             f"adapter and {have[0]} x {have[1]} in {model_folder}; set model or adapter to the other's own")
 
 
-def model_shapes(model_folder: str | Path) -> dict[str, tuple[int, int]]:
-    """(m, n) of every 2-d `.weight` in a Hugging Face folder, from the safetensors headers alone.
+def model_shapes(model_folder: str | Path) -> dict[str, tuple[int, int] | None]:
+    """Module name -> (m, n) of a Hugging Face folder's linear layers, from the safetensors headers almost alone.
 
-    Empty for a folder without safetensors, UserError for a damaged one; quantised linears (no 2-d float weight) are left out.
+    None for modules without such a weight, and where a quantised format does not tell. Empty for a
+    folder without safetensors, UserError for a damaged one.
     """
     import struct
-    shapes = {}
+    modules = {}
     for path in sorted(Path(model_folder).glob("*.safetensors")):
         try:
             with open(path, "rb") as f:
-                header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-        except (OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
+                length = struct.unpack("<Q", f.read(8))[0]
+                header = json.loads(f.read(length))
+                for name, entry in header.items():
+                    module, _, leaf = name.rpartition(".")
+                    shape = entry.get("shape")
+                    if leaf == "weight_shape":      # compressed-tensors: the tensor holds the shape
+                        f.seek(8 + length + entry["data_offsets"][0])
+                        shape = struct.unpack("<2q", f.read(16))
+                    if shape is not None:
+                        modules.setdefault(module, {})[leaf] = None if entry["dtype"] == "U8" else tuple(shape)
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, OverflowError, MemoryError,
+                struct.error) as error:
             raise UserError(f"model {model_folder}: {path.name} is not a safetensors file: {error}; "
                             f"copy the model again") from None
-        for name, entry in header.items():
-            if name.endswith(".weight") and len(entry.get("shape", ())) == 2:
-                shapes[name.removesuffix(".weight")] = tuple(entry["shape"])
-    return shapes
+    return {name: _linear_shape(tensors) for name, tensors in modules.items()}
+
+
+def _linear_shape(tensors: dict[str, tuple | None]) -> tuple[int, int] | None:
+    """(m, n) of a layer from its tensors' shapes (None: bytes that hold several numbers each)."""
+    if "weight_shape" in tensors:
+        return tensors["weight_shape"]
+    if "qweight" in tensors and len(tensors.get("scales") or ()) == 2:
+        m = tensors["scales"][1]
+        if tensors["qweight"][1] != m:      # AWQ packs the outputs: (n, m / 8)
+            return m, tensors["qweight"][0]
+        n, = tensors.get("g_idx") or (None,)     # GPTQ the inputs: (n / 8, m)
+        return n and (m, n)
+    weight = tensors.get("weight")
+    return weight if weight and len(weight) == 2 else None
 
 
 def check_model(model_folder: str | Path) -> dict:
@@ -329,8 +351,7 @@ def check_model(model_folder: str | Path) -> dict:
     shapes = model_shapes(folder)
     if shapes:
         missing = [p for p in SEARCHED if not any(name.endswith(f".self_attn.{p}") for name in shapes)]
-        quantised = "quantization_config" in config
-        if missing and not quantised:
+        if missing:
             raise UserError(f"model {folder} ({', '.join(config.get('architectures') or ['?'])}) has no "
                             f"{', '.join(missing)}: only Llama- and Qwen-style attention (q_proj, k_proj, v_proj, "
                             f"o_proj) can be evolved")

@@ -1,7 +1,9 @@
 """vLLM's worker with `Placement`'s methods, and with mode `shared` in its layers. Imports no MPI."""
 
+import torch
 from vllm.platforms import current_platform
 
+from .config import UserError
 from .placement import Placement
 
 if current_platform.is_cpu():
@@ -16,6 +18,24 @@ class Worker(Placement, _Worker):
     def load_model(self, *args, **kwargs):
         # Before vLLM profiles memory, compiles and captures CUDA graphs: all of it must see the layers as they will be.
         settings = self.vllm_config.additional_config["essa_mpi"]
+        quantised = self.vllm_config.quant_config is not None
+        if quantised and current_platform.is_cpu() and self.model_config.dtype == torch.float32:
+            raise UserError("config: dtype = 'float32': vLLM's CPU kernels for quantised models do not take it; "
+                            "set dtype = 'bfloat16'")
         if settings["mode"] == "shared":
             self.model_runner.load_lora_model = lambda model, *_: self.essa_load_shared(model, settings)
+        elif settings["mode"] == "slots" and quantised:
+            self.model_runner.load_lora_model = _lora_or_refuse(self.model_runner.load_lora_model)
         super().load_model(*args, **kwargs)
+
+
+def _lora_or_refuse(load_lora_model):
+    """vLLM's LoRA layers ask a layer for its weight's device, and not every quantised layer has kept a weight."""
+    def load(*args):
+        try:
+            return load_lora_model(*args)
+        except (AttributeError, ValueError) as error:
+            said = str(error).partition("\n")[0]
+            raise UserError(f"config: mode = 'slots': vLLM has no LoRA layers for this quantised model here ({said}); "
+                            f"use mode = 'shared'") from error
+    return load

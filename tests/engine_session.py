@@ -125,6 +125,34 @@ class Served:
     def generate(self, requests):
         return self.engine.generate(requests)
 
+    def logprobs(self, numbered):
+        """Of each (candidate, prompt): the log-probabilities of its tokens but the first, in one batch."""
+        from vllm import SamplingParams
+        engine = self.engine
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for _, prompt in numbered], SamplingParams(max_tokens=1, prompt_logprobs=0),
+            use_tqdm=False, lora_request=[engine._adapters[engine._slot_of.get(k, -1)] for k, _ in numbered])
+        return [[at[token].logprob for at, token in zip(out.prompt_logprobs[1:], prompt[1:])]
+                for out, (_, prompt) in zip(outputs, numbered)]
+
+    def through_layer(self, name, x, adapters):
+        """The output of a fused layer for the rows of x, row t being adapter adapters[t]'s, 0 nobody's (shared).
+
+        float32 numpy (T, n) to (T, m); computed in the model's own type.
+        """
+        import torch
+        worker = self._worker()
+        layer = dict(worker.model_runner.get_model().named_modules())[name]
+        worker._essa_shared.follow(adapters)
+        with torch.inference_mode():
+            x = torch.from_numpy(x).to(worker.model_config.dtype)
+            return layer.quant_method.apply(layer, x, None).float().numpy()
+
+    def without_amx(self):
+        """vLLM multiplies int8 as on a CPU without AMX; call before `start`."""
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu
+        cpu.check_cpu_sgl_kernel = lambda *args: False
+
     def configure(self, changes):
         """Change keys that `generate` reads, such as max_tokens. Returns what they were."""
         before = {key: getattr(self.engine._config, key) for key in changes}
