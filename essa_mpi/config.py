@@ -47,8 +47,8 @@ class Config:
     search: str = _key("cma", one_of=("cma", "sep"))  # full or separable covariance
 
     # Placing candidates in the engine.
-    mode: str = _key("slots", one_of=("slots", "shared", "merged"))
-    slots: int = _key(16, low=1)            # candidates in one continuous batch (not mode = "merged")
+    mode: str = _key("shared", one_of=("shared", "slots", "merged", "auto"))  # auto: the fastest, by a trial at start
+    slots: int = _key(16, low=1)            # candidates in one continuous batch (mode = "slots")
 
     # Rows: own files, or shares cut off `task` by `split_seed`; the four splits are disjoint.
     prompt_key: str = _key("prompt")

@@ -35,6 +35,9 @@ def evaluate_run(world: World, config: Config, run: str, adapter: str | None, js
     prepared = vectors = error = folder = None
     try:
         folder = RunFolder.open(run)
+        if config.mode == "auto":      # what the run chose; nothing is tried for one evaluation
+            checkpoint = load_checkpoint(folder)
+            config = replace(config, mode=checkpoint.attributes.get("mode", "shared") if checkpoint else "shared")
         if adapter is not None:
             config = replace(config, adapter=adapter, alpha=1.0)
         prepared = Prepared(config)

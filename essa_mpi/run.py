@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from . import config as configuration
+from .choose import settle_mode
 from .config import Config, UserError
 from .evolve import Generation, evolve
 from .files import JsonLines, write_folder, write_json
 from .provenance import hash_model, provenance
+from .rounding import warning as rounding_warning
 from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
 from .search import make_search
 from .world import World
@@ -27,6 +29,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     folder, checkpoint, held = _open_folder(world, config, prepared, resume)
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
+    config = settle_mode(world, config, folder, checkpoint)
     search = make_search(config.search, prepared.spectrum.dimension, config.population, config.sigma, config.seed)
     if checkpoint:
         search.load_state(checkpoint["search"])
@@ -179,13 +182,26 @@ class Recorder:
         self._metrics.truncate(int(attributes["metrics_bytes"]))
         self._samples.truncate(int(attributes["samples_bytes"]))
         self._parent = checkpoint["path"] if checkpoint else None
-        self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed,
+        self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed, mode=config.mode,
                                       **{key: value for key, (value, _) in _inputs(config, prepared).items()},
                                       hosts=" ".join(sorted(set(world.hosts))))
         self._inode = os.stat(folder.path).st_ino
         self._warned = set()
         self._recent = deque(self.history.arrays()["times/seconds"][-5:], maxlen=5)
         self._last_checkpoint = 0.0
+        self._spectrum, self._rounding_checked = prepared.spectrum, np.inf
+        self.check_rounding()
+
+    def check_rounding(self) -> None:
+        """Warn, once, if candidates are rounded away; looked at anew each time sigma has halved."""
+        if "rounding" in self._warned or self._search.sigma > 0.5 * self._rounding_checked:
+            return
+        self._rounding_checked = self._search.sigma
+        said = rounding_warning(self._spectrum, self._config, self._search.sigma,
+                                self._search.ask(self._search.generation)[0], self._search.mean)
+        if said:
+            self._warned.add("rounding")
+            self._world.say(said)
 
     def record(self, g: Generation) -> None:
         """Write one generation down. Raises UserError if the disk refuses."""
@@ -216,6 +232,7 @@ class Recorder:
             self.checkpoint()
         self._last_checkpoint = time.perf_counter() - began
         self._progress(g, counts)
+        self.check_rounding()
 
     def checkpoint(self) -> None:
         """The search and the history so far, then history.h5; both whole or not at all."""
