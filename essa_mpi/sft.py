@@ -149,7 +149,8 @@ def _model(config: Config, tokenizer, device: str):
     """The base model with fresh LoRA factors: A by peft's rule (Kaiming uniform) from our own generator, B zero."""
     try:
         base = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32, local_files_only=True)
+            config.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32, local_files_only=True,
+            **_quantised(config.model))
     except OSError as error:
         raise UserError(f"config: model = {config.model!r}: cannot be loaded: {one_line(error)}") from error
     # A model's own generation defaults may sample or penalise; the engine's greedy does not.
@@ -169,6 +170,15 @@ def _model(config: Config, tokenizer, device: str):
                 torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=draw)
                 weight.copy_(fresh)
     return model
+
+
+def _quantised(path: str) -> dict:
+    """What a compressed-tensors model is loaded with: gradients, and peft, need its weights as floats."""
+    stored = json.loads((Path(path) / "config.json").read_text()).get("quantization_config") or {}
+    if stored.get("quant_method") != "compressed-tensors":
+        return {}
+    from transformers import CompressedTensorsConfig
+    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
 def _plain(value: float):

@@ -171,6 +171,25 @@ def test_shapes_in_other_formats(tmp_path):
                                       "fp8": (40, 96)}
 
 
+# -- the warm start -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantised_model_can_be_warm_started(small, tmp_path, scheme):
+    """The adapter is trained on the very weights that it will be evolved on."""
+    from essa_mpi.config import make
+    from essa_mpi.sft import _model, _tokenizer
+    folder = tmp_path / "model"
+    quantise(str(small), str(folder), scheme)
+    config = make({"name": "test", "task": "none", "rank": 2, "model": str(folder), "adapter": str(tmp_path / "none")})
+    model = _model(config, _tokenizer(str(folder)), "cpu")
+    modules = {name.removesuffix(".base_layer"): module for name, module in model.get_base_model().named_modules()}
+    for name, weight in dequantised(folder).items():
+        assert torch.equal(modules[name].weight, weight)
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters()
+            if p.requires_grad} == set(ATTENTION)
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+
+
 # -- candidates on a quantised base, in the real engine ---------------------------------------------
 
 @pytest.fixture(scope="module")
