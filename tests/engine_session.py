@@ -131,7 +131,8 @@ class Served:
         engine = self.engine
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for _, prompt in numbered], SamplingParams(max_tokens=1, prompt_logprobs=0),
-            use_tqdm=False, lora_request=[engine._adapters[engine._slot_of.get(k, -1)] for k, _ in numbered])
+            use_tqdm=False, lora_request=None if engine._config.mode == "merged" else
+            [engine._adapters[engine._slot_of.get(k, -1)] for k, _ in numbered])
         return [[at[token].logprob for at, token in zip(out.prompt_logprobs[1:], prompt[1:])]
                 for out, (_, prompt) in zip(outputs, numbered)]
 
