@@ -257,6 +257,11 @@ step "loading what was installed" "$venv/bin/python" -c \
     "import h5py, math_verify, numpy, peft, reasoning_gym, torch, transformers, vllm, essa_mpi" ||
     give_up "a package does not load; remove .venv and call this again"
 
+if [ "$kind" = cpu ]; then
+    # A compute node may have no compiler; without one the same is done slower.
+    step "compiling the CPU kernel" "$venv/bin/python" -m essa_mpi.kernels.build --cpu || say "see $log; a run compiles it, or does without"
+fi
+
 printf '%s\n%s\n' "$(recipe)" "$kind $test" > "$stamp"
 rm -f "$unfinished"
 say "done: . .venv/bin/activate"
