@@ -6,19 +6,22 @@ TOKENS tokens an answer. A generation is as slow as its slowest rank, so that on
 """
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from .config import Config, UserError
+from .config import Config, UserError, dump
 from .config import load as load_config
 
 MODES = ("shared", "slots", "merged")
 TOKENS = 32
+LIMIT = 3600    # seconds of one try, its engine's start included
 SHORT = 30.0    # seconds; what took less is timed twice, and the better time counts
 # `merged` rounds each candidate to the base's dtype, the others do not: to be taken it must be this much faster.
 MERGED_MUST_GAIN = 1.1
@@ -36,7 +39,7 @@ def settle_mode(world, config: Config, folder, checkpoint: dict | None) -> Confi
         world.say(f"mode auto: {mode}, as when the run was started")
         return replace(config, mode=mode)
     world.say(f"mode auto: trying {', '.join(MODES)} on the first generation's work; an engine is started for each")
-    mine = {mode: _try(mode, folder, world.rank, world.size) for mode in MODES}
+    mine = {mode: _try(replace(config, mode=mode), folder, world.rank, world.size) for mode in MODES}
     mode, why, error = None, "", None
     try:
         mode, why = fastest(world.comm.allgather(mine))
@@ -66,38 +69,53 @@ def fastest(tries: list[dict[str, float | str]]) -> tuple[str, str]:
     return best, "; ".join(said)
 
 
-def _try(mode: str, folder, rank: int, size: int) -> float | str:
-    """Seconds of this rank's share in one mode, or why it does not work."""
-    log = folder.path / "logs" / f"auto_{mode}_rank{rank:04d}.log"
-    answer = log.with_suffix(".json")
+def _try(config: Config, folder, rank: int, size: int) -> float | str:
+    """Seconds of this rank's share in config.mode, or why it does not work."""
+    log = folder.path / "logs" / f"auto_{config.mode}_rank{rank:04d}.log"
+    asked, answer = log.with_suffix(".toml"), log.with_suffix(".json")
     answer.unlink(missing_ok=True)
+    asked.write_text(dump(config))      # not the run's: what may change with --resume may have
     # It must not take itself for a rank of this job.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_", "OMPI_"))}
     with open(log, "w") as out:
-        done = subprocess.run([sys.executable, "-m", "essa_mpi.choose", mode, str(folder.config), str(rank), str(size), str(answer)],
-                              stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+        command = [sys.executable, "-m", "essa_mpi.choose", str(asked), str(rank), str(size), str(answer), str(os.getpid())]
+        try:
+            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment,
+                                  timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            return f"it took longer than {LIMIT} s, see {log}"
     try:
         return json.loads(answer.read_text())
     except (OSError, ValueError):
-        return f"it ended with code {done.returncode}, see {log}"
+        return f"it ended with code {code}, see {log}"
     finally:
         answer.unlink(missing_ok=True)
+        asked.unlink(missing_ok=True)
 
 
 def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(prog="python -m essa_mpi.choose", description="Time one mode. Called by run.")
-    for name, kind in (("mode", str), ("config", str), ("rank", int), ("size", int), ("answer", str)):
+    for name, kind in (("config", str), ("rank", int), ("size", int), ("answer", str), ("parent", int)):
         parser.add_argument(name, type=kind)
     options = parser.parse_args(arguments)
+    _die_with(options.parent)
     from .engine_environment import set_environment
     set_environment(options.rank)
     try:
-        found = share_seconds(load_config(options.config, [f"mode={options.mode}"]), options.rank, options.size)
+        found = share_seconds(load_config(options.config), options.rank, options.size)
     except UserError as error:
         found = str(error)
     Path(options.answer).write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)     # vLLM's own ending takes seconds
+
+
+def _die_with(parent: int) -> None:
+    """End when the rank ends, however it does: an engine left behind would keep the GPU's memory."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def share_seconds(config: Config, rank: int, size: int) -> float:

@@ -98,13 +98,14 @@ def build_host(output: Path | None = None, verbose: bool = False) -> Path:
 
 
 def build_cpu(output: Path | None = None, verbose: bool = False) -> Path:
-    """Compile the CPU kernel with the C compiler (CC, else gcc, else cc). Raises as `build` does.
+    """Compile the CPU kernel with the C compiler (CC if set, else gcc, else cc). Raises as `build` does.
 
     Not linked to an OpenMP runtime: the one that torch has loaded serves it.
     """
-    compiler = next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "cc"])), None)
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "cc"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
-        raise FileNotFoundError("no C compiler: neither CC, gcc nor cc is on PATH")
+        raise FileNotFoundError(f"no C compiler: {' and '.join(names)} not on PATH")
     output = output or cpu_library_path()
     try:
         with _partial(output) as partial, tempfile.TemporaryDirectory() as scratch:
@@ -136,7 +137,7 @@ def _run(command: list[str], verbose: bool) -> str:
         print(" ".join(command))
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"{command[0]} failed with code {done.returncode}: {done.stdout}{done.stderr}".rstrip(": "))
     return done.stdout + done.stderr
 
 

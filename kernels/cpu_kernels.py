@@ -17,15 +17,34 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16      # each slice of U_B is padded to a multiple of these
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled library, built first if it is not there. Raises FileNotFoundError without a C compiler, RuntimeError if it fails."""
+    """The compiled library, built first if it is not there.
+
+    Raises FileNotFoundError without a C compiler, RuntimeError if it fails or what it made cannot
+    be loaded; each time, having tried once.
+    """
+    found = _library()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | Exception:
     path = build.cpu_library_path()
-    if not path.exists():
-        build.build_cpu(path)
-    # Undefined on purpose: the OpenMP runtime. It is the one that torch has loaded already, so that
-    # there are not two teams of threads.
-    found = ctypes.CDLL(str(path))
+    fresh = not path.exists()
+    try:
+        if fresh:
+            build.build_cpu(path)
+        # Undefined on purpose: the OpenMP runtime. It is the one that torch has loaded already, so that
+        # there are not two teams of threads.
+        found = ctypes.CDLL(str(path))
+    except (FileNotFoundError, RuntimeError) as error:
+        return error
+    except OSError as error:    # a folder mounted noexec; a compiler with an OpenMP of its own
+        if fresh:
+            path.unlink(missing_ok=True)
+        return RuntimeError(f"{path} cannot be loaded: {error}; name gcc with CC, or another folder with ESSA_MPI_KERNELS_BUILD")
     found.essa_shared_basis.argtypes = [ctypes.POINTER(_Layer), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     found.essa_shared_basis.restype = None
     return found

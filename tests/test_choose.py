@@ -1,6 +1,11 @@
 """mode = "auto": which way of placing is taken, and why."""
 
 import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +61,23 @@ def test_a_named_mode_is_kept_and_a_resumed_run_keeps_what_it_chose():
     assert world.said == ["mode auto: slots, as when the run was started"]
 
 
+def test_a_try_ends_with_its_rank(tmp_path):
+    """However the rank ends; and one whose rank has gone before it could tell does not begin."""
+    code = ("import os, subprocess, sys\n"
+            "child = subprocess.Popen([sys.executable, '-c', 'import os, time; from essa_mpi.choose import _die_with; "
+            "_die_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)'], stdout=subprocess.PIPE, text=True)\n"
+            "print(child.stdout.readline(), flush=True)\n"
+            "os.kill(os.getpid(), 9)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    pid, end = int(done.stdout), time.monotonic() + 10
+    while time.monotonic() < end and Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+    late = subprocess.run([sys.executable, "-c", "from essa_mpi.choose import _die_with; _die_with(1); print('began')"],
+                          capture_output=True, text=True)
+    assert late.returncode == 1 and "began" not in late.stdout
+
+
 @pytest.mark.slow
 def test_three_engines_are_tried(real_model, tmp_path):
     from transformers import AutoConfig
@@ -67,7 +89,8 @@ def test_three_engines_are_tried(real_model, tmp_path):
                    "chat": False, "population": 4, "batch": 4, "max_tokens": 4, "max_model_len": 64, "max_num_seqs": 8,
                    "kv_cache_gib": 0.1})
     (tmp_path / "logs").mkdir()
-    (tmp_path / "config.toml").write_text(configuration.dump(config))
+    # What the folder holds is what the run was started with; a resumed one may have been given room since.
+    (tmp_path / "config.toml").write_text(configuration.dump(replace(config, kv_cache_gib=1e-5)))
     world = Alone()
     chosen = settle_mode(world, config, SimpleNamespace(path=tmp_path, config=tmp_path / "config.toml"), None).mode
     assert chosen in ("shared", "slots", "merged")

@@ -106,6 +106,28 @@ def test_it_shares_torchs_threads_and_builds_whole_or_not_at_all(tmp_path):
         build.build_cpu(tmp_path / "file" / "lib.so")
 
 
+def test_a_library_that_cannot_be_loaded_is_an_error_once_and_does_not_stay(tmp_path, monkeypatch):
+    """Clang's OpenMP is another than torch's."""
+    compiler = tmp_path / "clang"
+    compiler.write_text('#!/bin/sh\nlast=; for word; do last=$word; done\necho "void other(void); void f(void) { other(); }" > "$0.c"\n'
+                        f'echo tried >> {tmp_path}/tries\nexec gcc -shared -fPIC -x c "$0.c" -o "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("ESSA_MPI_KERNELS_BUILD", str(tmp_path / "build"))
+    cpu_kernels._library.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="cannot be loaded: .*undefined symbol: other; name gcc with CC"):
+                cpu_kernels.library()
+        assert not list((tmp_path / "build").glob("*.so*")) and (tmp_path / "tries").read_text() == "tried\n" * 2
+        monkeypatch.setenv("CC", "no-such-compiler")
+        cpu_kernels._library.cache_clear()
+        with pytest.raises(FileNotFoundError, match="no-such-compiler not on PATH"):
+            cpu_kernels.library()
+    finally:
+        cpu_kernels._library.cache_clear()
+
+
 def test_without_a_compiler_nothing_is_lost(tmp_path):
     done = subprocess.run([sys.executable, "-m", "essa_mpi.kernels.build", "--cpu"], capture_output=True, text=True,
                           env={"PATH": str(tmp_path), "ESSA_MPI_KERNELS_BUILD": str(tmp_path / "build")})
