@@ -33,7 +33,8 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     search = make_search(config.search, prepared.spectrum.dimension, config.population, config.sigma, config.seed)
     if checkpoint:
         search.load_state(checkpoint["search"])
-    recorder = Recorder(world, config, prepared, folder, search, checkpoint) if world.rank == 0 else None
+    recorder = (Recorder(world, config, prepared, folder, search, checkpoint, engine=scorer_factory is None)
+                if world.rank == 0 else None)
     start = search.generation
     if checkpoint:
         world.say(f"resuming {folder.path} at generation {start} of {config.generations}")
@@ -172,7 +173,8 @@ class Recorder:
     """Rank 0's files: history, metrics, samples, checkpoints, and the progress line."""
 
     def __init__(self, world: World, config: Config, prepared: Prepared, folder: RunFolder, search,
-                 checkpoint: dict | None):
+                 checkpoint: dict | None, engine: bool):
+        """engine: False if candidates go into none, so that none can be rounded."""
         self._world, self._config, self._folder, self._search = world, config, folder, search
         self._schema = history_schema(config.population)
         self.history = (History.from_arrays(self._schema, checkpoint["history"]) if checkpoint
@@ -189,7 +191,7 @@ class Recorder:
         self._warned = set()
         self._recent = deque(self.history.arrays()["times/seconds"][-5:], maxlen=5)
         self._last_checkpoint = 0.0
-        self._spectrum, self._rounding_checked = prepared.spectrum, np.inf
+        self._spectrum, self._rounding_checked = prepared.spectrum, np.inf if engine else 0.0
         self.check_rounding()
 
     def check_rounding(self) -> None:

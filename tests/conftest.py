@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -251,8 +252,11 @@ _failures = []
 
 def _note(test: str, outcome: str) -> None:
     if _log is not None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)      # a test of full disks may be the one that ended
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
         _log.write(json.dumps([test, outcome]) + "\n")
         _log.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # Twenty lines on the MPI library at the end of every stage, for every rank.
