@@ -1,4 +1,4 @@
-"""The engines and candidates that the benchmarks of scoring and placing compare, all in one process.
+"""The engines and candidates that the benchmarks of scoring and placing compare.
 
 Call `prepare` before anything imports torch or vLLM.
 """

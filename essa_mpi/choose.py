@@ -23,7 +23,7 @@ MODES = ("shared", "slots", "merged")
 TOKENS = 32
 LIMIT = 3600    # seconds of one try, its engine's start included
 SHORT = 30.0    # seconds; what took less is timed twice, and the better time counts
-# `merged` rounds each candidate to the base's dtype, the others do not: to be taken it must be this much faster.
+# `merged` rounds candidates far more than the others do (see rounding.py): to be taken it must be this much faster.
 MERGED_MUST_GAIN = 1.1
 
 
@@ -77,15 +77,15 @@ def _try(config: Config, folder, rank: int, size: int) -> float | str:
     asked.write_text(dump(config))      # not the run's: what may change with --resume may have
     # It must not take itself for a rank of this job.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_", "OMPI_"))}
-    with open(log, "w") as out:
-        command = [sys.executable, "-m", "essa_mpi.choose", str(asked), str(rank), str(size), str(answer), str(os.getpid())]
-        try:
+    code = None
+    command = [sys.executable, "-m", "essa_mpi.choose", str(asked), str(rank), str(size), str(answer), str(os.getpid())]
+    try:
+        with open(log, "w") as out:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment,
                                   timeout=LIMIT).returncode
-        except subprocess.TimeoutExpired:
-            return f"it took longer than {LIMIT} s, see {log}"
-    try:
         return json.loads(answer.read_text())
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {LIMIT} s, see {log}"
     except (OSError, ValueError):
         return f"it ended with code {code}, see {log}"
     finally:

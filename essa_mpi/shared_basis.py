@@ -10,6 +10,7 @@ No layer is wrapped and vLLM's LoRA kernels never run: of its LoRA machinery onl
 request belongs to which adapter is used. So any base will do, quantised or not.
 """
 
+import itertools
 import sys
 import weakref
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from .spectrum import Spectrum
 NOBODY = -1     # a token of the base model
 
 _layers = weakref.WeakValueDictionary()     # for compiled graphs, which know a layer by its name alone
+_number = itertools.count()                 # no name comes twice, though engines end and others start
 
 
 class SharedBasis:
@@ -41,7 +43,7 @@ class SharedBasis:
         self.layers, self._order = [], []
         for name, parts in layers.items():
             layer = _Layer(modules[name], parts, spectrum, candidates, self.index, dtype, device)
-            layer.name = f"{len(_layers)}.{name}"
+            layer.name = f"{next(_number)}.{name}"
             _layers[layer.name] = layer
             self.layers.append(layer)
             self._order += layer.projections
