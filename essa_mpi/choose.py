@@ -121,15 +121,16 @@ def _die_with(parent: int) -> None:
 def share_seconds(config: Config, rank: int, size: int) -> float:
     """Seconds of placing and generating a rank's share of generation 0. Raises UserError."""
     from .engine import Engine
+    from .evolve import new_search
+    from .rows import Rows
     from .scoring import Arm, Scorer
-    from .search import make_search
     from .spectrum import Spectrum
     from .tasks import load_task
     from .world import share
     config = replace(config, max_tokens=min(config.max_tokens, TOKENS), samples_logged=0)
-    spectrum, task = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative"), load_task(config)
-    search = make_search(config.search, spectrum.dimension, config.population, config.sigma, config.seed)
-    batch = task.minibatch(0, config.batch, config.seed)
+    spectrum, task = Spectrum.load(config.adapter, config.alpha, config.offsets, config.offset_scale), load_task(config)
+    search = new_search(config, spectrum.dimension)
+    batch = Rows(config, len(task.train)).batch(0)
     arms = [Arm(f"candidate {k}", x, task.train, batch) for k, x in enumerate(search.ask(0))]
     tiles = share([len(batch)] * len(arms), rank, size)
     scorer = Scorer(Engine(config, spectrum), _NoReward(), config)

@@ -43,8 +43,19 @@ class Config:
     batch: int = _key(100, low=1)           # rows a generation, the same for every candidate
     sigma: float = _key(0.5, low=0.0, open_low=True)  # not in the paper; measured, for relative offsets
     alpha: float = _key(1.0, low=0.0, high=1.0, open_low=True)  # share of singular values searched
-    offsets: str = _key("relative", one_of=("relative", "absolute"))  # d = s x, or d = x (the paper's wording)
-    search: str = _key("cma", one_of=("cma", "sep"))  # full or separable covariance
+    offsets: str = _key("relative", one_of=("relative", "exp", "projection", "absolute"))  # d = s x; s (e^x - 1); mean(s) x; x (the paper's wording)
+    offset_scale: dict = _key({})           # further factors on x, e.g. {v_proj = 0.5, B = 2.0}: projections, factors A and B
+    search: str = _key("cma", one_of=("auto", "fast", "sep", "limited", "cma"))  # auto: by D; cma: the textbook, slow above D = 1000
+    active: bool = _key(False)              # negative weights for the worse half
+    step_size: str = _key("csa", one_of=("csa", "tpa"))  # how sigma adapts: cumulative, or by two points
+    mean_decay: float = _key(0.0, low=0.0, high=0.5)  # share by which the mean returns to the warm start a generation
+
+    # Which rows of the train split a generation is scored on.
+    rows: str = _key("fresh", one_of=("fresh", "pool", "growing"))
+    pool_rows: int = _key(0, low=0)         # pool: the rows of the pool (0 = batch, one fixed batch)
+    pool_turnover: int = _key(0, low=0)     # pool: rows of the batch replaced a generation (0 = all of them)
+    batch_growth: float = _key(1.05, low=1.0, high=2.0)  # growing: the batch's factor a generation
+    batch_max: int = _key(0, low=0)         # growing: and its limit (0 = half the train split)
 
     # Placing candidates in the engine.
     mode: str = _key("shared", one_of=("shared", "slots", "merged", "auto"))  # auto: the fastest, by a trial at start
@@ -151,7 +162,30 @@ def make(table: dict) -> Config:
     for key in ("name", "model", "adapter", "task"):
         if key not in table:
             raise UserError(f"config: key `{key}` is missing; add it to the TOML file or pass --set {key}=...")
-    return Config(**table)
+    config = Config(**table)
+    _check_together(config)
+    return config
+
+
+def _check_together(c: Config) -> None:
+    """Raise UserError where keys that are each allowed do not go together."""
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "A", "B")
+    for key, value in c.offset_scale.items():
+        if key not in parts or type(value) not in (int, float) or not 0 < value < math.inf:
+            raise UserError(f"config: offset_scale = {{{key} = {value!r}}}: its keys must be of {', '.join(parts)} and "
+                            f"its values numbers above 0")
+    for key in ("pool_rows", "batch_max"):
+        value = getattr(c, key)
+        if 0 < value < c.batch:
+            raise UserError(f"config: {key} = {value}: must be 0 or at least batch = {c.batch}")
+    if c.pool_turnover > c.batch:
+        raise UserError(f"config: pool_turnover = {c.pool_turnover}: must be at most batch = {c.batch}")
+    if c.step_size == "tpa" and c.population < 4:
+        raise UserError(f"config: population = {c.population}: step_size = 'tpa' needs at least 4, two of which try "
+                        f"the step size")
+    if c.active and c.search == "limited":
+        raise UserError("config: active = true: search = 'limited' has no negative weights; set active = false or "
+                        "another search")
 
 
 def parse_override(text: str):

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .config import Config, UserError
+from .rows import Rows
 from .scoring import Arm
+from .search import make_search
 from .world import Busy, Exchanged, World
 
 
@@ -32,10 +34,11 @@ def evolve(config: Config, world: World, task, scorer, search, start: int, recor
     One collective a generation: `world.exchange`. A closing one after the last update checks
     that the search states are still equal. Raises DigestError on every rank if they are not.
     """
+    rows = Rows(config, len(task.train))
     digest, gathered = search.digest(), time.perf_counter()
     for generation in range(start, config.generations):
         began, idle_until = time.perf_counter(), gathered
-        batch = task.minibatch(generation, config.batch, config.seed)     # the same rows on every rank
+        batch = rows.batch(generation)                                    # the same rows on every rank
         population = search.ask(generation)                               # regenerated, not received
         arms = [Arm(f"candidate {k}", x, task.train, batch) for k, x in enumerate(population)]
         if validates(config, task, generation):                           # rides in the same all-gather
@@ -73,3 +76,10 @@ def validates(config: Config, task, generation: int) -> bool:
     """Whether the mean is scored on the validation rows in this generation."""
     every = config.validation_every
     return bool(every and task.validation and generation % every == 0)
+
+
+def new_search(config: Config, dimension: int):
+    """The search that `config` asks for, over `dimension` singular values."""
+    options = {"active": config.active, "step_size": config.step_size, "mean_decay": config.mean_decay}
+    return make_search(config.search, dimension, config.population, config.sigma, config.seed,
+                       **{key: value for key, value in options.items() if value})

@@ -17,7 +17,7 @@ def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
     checkpoint = load_checkpoint(RunFolder.open(run))
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; it must finish a generation first")
-    spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative")
+    spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets, config.offset_scale)
     if checkpoint.attributes.get("adapter_hash", spectrum.source) != spectrum.source:
         raise UserError(f"the adapter {config.adapter} is not the one {run} started from any more (its tensors "
                         f"differ): put it back, or pass --adapter {run}/adapter for the run's own result")

@@ -11,12 +11,11 @@ import numpy as np
 from . import config as configuration
 from .choose import settle_mode
 from .config import Config, UserError
-from .evolve import Generation, evolve
+from .evolve import Generation, evolve, new_search
 from .files import JsonLines, write_folder, write_json
 from .provenance import hash_model, provenance
 from .rounding import warning as rounding_warning
 from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
-from .search import make_search
 from .world import World
 
 
@@ -30,7 +29,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
     config = settle_mode(world, config, folder, checkpoint)
-    search = make_search(config.search, prepared.spectrum.dimension, config.population, config.sigma, config.seed)
+    search = new_search(config, prepared.spectrum.dimension)
     if checkpoint:
         search.load_state(checkpoint["search"])
     recorder = (Recorder(world, config, prepared, folder, search, checkpoint, engine=scorer_factory is None)
@@ -55,14 +54,16 @@ class Prepared:
     def __init__(self, config: Config):
         """Raises UserError for whatever the user can mend."""
         from .rewards import load_reward
+        from .rows import Rows
         from .spectrum import Spectrum, check_fits, check_model, model_shapes
         from .tasks import load_task
         check_model(config.model)
-        self.spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets == "relative")
+        self.spectrum = Spectrum.load(config.adapter, config.alpha, config.offsets, config.offset_scale)
         shapes = model_shapes(config.model)
         if shapes:
             check_fits(self.spectrum, config.model, shapes)
         self.task = load_task(config)
+        Rows(config, len(self.task.train))     # refuses a train split that is too small
         self.rows_hash = f"{self.task.digest():016x}"
         self.reward = load_reward(config)
         self.model_hash = hash_model(config.model)

@@ -25,6 +25,7 @@ from .config import UserError
 
 SEARCHED = ("q_proj", "k_proj", "v_proj", "o_proj")
 STATIC = ("gate_proj", "up_proj", "down_proj")   # kept as the warm start left them
+OFFSETS = ("relative", "exp", "projection", "absolute")   # see `Spectrum.offsets`
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)   # vLLM's LoRAConfig
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")   # vLLM's PEFTHelper: the base stays as it was
 
@@ -72,16 +73,20 @@ class Spectrum:
     concatenation, projection by projection, of A's offsets, then B's.
     """
 
-    def __init__(self, projections: list[Projection], relative: bool, tensors: dict, peft_config: dict):
-        self.projections, self.relative = projections, relative
+    def __init__(self, projections: list[Projection], kind: str, scales: dict, tensors: dict, peft_config: dict):
+        self.projections, self.kind, self.scales = projections, kind, scales
         self.dimension = sum(2 * p.searched for p in projections)   # D
         self.max_rank = max(p.rank for p in projections)
         self._tensors, self._peft_config = tensors, peft_config
         self.source = _hash_tensors(tensors)      # of the adapter as it was read, on any machine
 
     @classmethod
-    def load(cls, folder: str | Path, alpha: float, relative: bool = True) -> "Spectrum":
-        """Decompose the peft adapter in `folder`. Raises UserError if it cannot be searched."""
+    def load(cls, folder: str | Path, alpha: float, kind: str = "relative", scales: dict | None = None) -> "Spectrum":
+        """Decompose the peft adapter in `folder`. Raises UserError if it cannot be searched.
+
+        kind: what a search coordinate means, one of OFFSETS. scales: by how much the offsets of a
+        projection ("q_proj") or of a factor ("A", "B") are larger than the others'; see `offsets`.
+        """
         peft_config, tensors = read_adapter(folder)
         factors = {}
         for name, tensor in tensors.items():
@@ -106,42 +111,41 @@ class Spectrum:
         if all((p.s_B == 0).all() or (p.s_A == 0).all() for p in projections if p.searched):
             raise UserError(f"adapter {folder}: its update is zero (an untrained adapter), so no singular value of it "
                             f"does anything; warm-start it first: python -m essa_mpi sft CONFIG")
-        return cls(projections, relative, tensors, peft_config)
+        return cls(projections, kind, scales or {}, tensors, peft_config)
 
     def spectra(self, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """(s_A + d_A, s_B + d_B) of every projection for the search vector x (D,)."""
         x = np.asarray(x, np.float64)
         if x.shape != (self.dimension,):
             raise ValueError(f"search vector has shape {x.shape}, needs ({self.dimension},)")
-        result, at = [], 0
-        for p in self.projections:
-            k = p.searched
-            pair = []
-            for s, offset in ((p.s_A, x[at:at + k]), (p.s_B, x[at + k:at + 2 * k])):
-                moved = s.copy()
-                moved[:k] += s[:k] * offset if self.relative else offset
-                pair.append(moved)
-            result.append(tuple(pair))
-            at += 2 * k
-        return result
+        d_A, d_B = self.offsets(x)
+        return [(p.s_A + a[:p.rank], p.s_B + b[:p.rank]) for p, a, b in zip(self.projections, d_A, d_B)]
 
     def offsets(self, x: np.ndarray) -> np.ndarray:
-        """What x adds to s_A (0) and s_B (1), zero where nothing: x (..., D) to float64 (..., 2, projections, largest rank)."""
+        """What x adds to s_A (0) and s_B (1), zero where nothing: x (..., D) to float64 (..., 2, projections, largest rank).
+
+        With c the coordinate's scale and s its singular value: "relative", d = s c x, one sigma for
+        values of all sizes; "exp", d = s (e^(c x) - 1), which never changes sign; "projection",
+        d = c x times the factor's mean singular value, so that small values move as far as large
+        ones; "absolute", d = c x, the paper's wording.
+        """
         x = np.asarray(x, np.float64)
         flat = np.zeros((*x.shape[:-1], 2 * len(self.projections) * self.max_rank))
-        at, size = self._places
-        flat[..., at] = x * size if self.relative else x
+        at, size, scale = self._places
+        flat[..., at] = size * (np.expm1(scale * x) if self.kind == "exp" else scale * x)
         return flat.reshape(*x.shape[:-1], 2, len(self.projections), self.max_rank)
 
     @cached_property
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each search coordinate: where it lies in the flat `offsets`, and the singular value it moves."""
-        at, size, r = [], [], self.max_rank
+    def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each search coordinate: where it lies in the flat `offsets`, the size of its unit, its scale."""
+        at, size, scale, r = [], [], [], self.max_rank
         for i, p in enumerate(self.projections):
             for factor, s in enumerate((p.s_A, p.s_B)):
                 at.extend((factor * len(self.projections) + i) * r + np.arange(p.searched))
-                size.extend(s[:p.searched])
-        return np.array(at, int), np.array(size)
+                unit = {"absolute": np.ones_like(s), "projection": np.full_like(s, s.mean())}.get(self.kind, s)
+                size.extend(unit[:p.searched])
+                scale.extend([self.scales.get(p.name, 1.0) * self.scales.get("AB"[factor], 1.0)] * p.searched)
+        return np.array(at, int), np.array(size), np.array(scale)
 
     def stacked_cores(self, offsets: np.ndarray) -> np.ndarray:
         """The cores of all projections at once: offsets (K, 2, P, r) to float64 (K, P, r, r), zero beyond a smaller rank."""
@@ -187,7 +191,7 @@ class Spectrum:
 
     def digest(self) -> str:
         """A hash of all that makes a candidate out of a search vector; compared between ranks at start."""
-        h = hashlib.blake2b(digest_size=8)
+        h = hashlib.blake2b(f"{self.kind} {sorted(self.scales.items())}".encode(), digest_size=8)
         for p in self.projections:
             h.update(f"{p.module} {p.scale!r} {p.searched}\n".encode())
             for array in (p.U_B, p.s_B, p.V_B, p.U_A, p.s_A, p.V_A):

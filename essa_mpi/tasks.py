@@ -1,4 +1,4 @@
-"""Rows to prompts: JSONL files or a reasoning-gym generator, four disjoint splits, minibatches, token ids.
+"""Rows to prompts: JSONL files or a reasoning-gym generator, four disjoint splits, token ids.
 
 Knows nothing of MPI, engines or rewards. Everything here is a function of the config
 alone, so every rank builds the same task; `Task.digest` lets them check that.
@@ -44,39 +44,6 @@ class Task:
     validation: list[Row]
     heldout: list[Row]
     notes: list[str] = field(default_factory=list)
-
-    def minibatch(self, generation: int, batch: int, seed: int) -> np.ndarray:
-        """The rows of a generation: int64 (batch,), distinct indices into `train`.
-
-        A function of (seed, generation, batch) and the number of rows n alone. Rows are taken
-        in order from one permutation of all n after another (an epoch each), so every row is
-        used once before any is used again. Where a batch straddles two epochs, rows of the
-        second that the batch already has step back behind the first `batch` rows of theirs.
-        With n < 2 batch - 1 that would reach back through all epochs; every generation then
-        takes the first `batch` rows of its own permutation. Raises UserError if n < batch.
-        """
-        n = len(self.train)
-        if batch > n:
-            raise UserError(f"config: batch = {batch}: the train split has only {n} rows; "
-                            f"lower batch or give more rows")
-        if n < 2 * batch - 1:
-            return row_order(seed, generation, n)[:batch]
-        epoch, start = divmod(generation * batch, n)
-        rows = self._epoch(epoch, batch, seed)[start:start + batch]
-        if len(rows) < batch:
-            rows = np.concatenate([rows, self._epoch(epoch + 1, batch, seed)[:batch - len(rows)]])
-        return rows
-
-    def _epoch(self, epoch: int, batch: int, seed: int) -> np.ndarray:
-        """The order of one epoch, int64 (n,): only its first `batch` places differ from row_order's."""
-        n = len(self.train)
-        order = row_order(seed, epoch, n)
-        begun = epoch * n % batch  # rows of the straddling batch that the epoch before gave
-        if begun:
-            head = order[:batch]
-            clash = np.isin(head, row_order(seed, epoch - 1, n)[n - begun:])
-            order[:batch] = np.concatenate([head[~clash], head[clash]])
-        return order
 
     def digest(self) -> int:
         """64 bits of all prompts, answers and completions: differs between ranks that read different rows."""
@@ -132,9 +99,6 @@ def load_task(config: Config) -> Task:
     splits = {split: splits.get(split, []) for split in SPLITS}
 
     _check_disjoint(splits)
-    if config.batch > len(pool):
-        raise UserError(f"config: batch = {config.batch}: the train split of task = {config.task!r} has only "
-                        f"{len(pool)} rows; lower batch or give more rows")
     return Task(notes=notes, **splits)
 
 

@@ -113,7 +113,7 @@ class Served:
         if slot_order:
             _register_in(slot_order)
         config = make({"name": "test", "task": "none", **table})
-        self.engine = Engine(config, Spectrum.load(config.adapter, config.alpha, config.offsets == "relative"))
+        self.engine = Engine(config, Spectrum.load(config.adapter, config.alpha, config.offsets, config.offset_scale))
         self.llm = self.engine._llm
         cache = self.llm.llm_engine.vllm_config.cache_config
         return {"capacity": self.engine.capacity, "max_model_len": self.engine.max_model_len,
