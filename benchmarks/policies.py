@@ -141,7 +141,8 @@ def one_run(world, settings, engine, reward, task, split):
         done.append(generation)
         means.append(search.mean)
 
-    evolve(settings, world, task, scorer, search, 0, note)
+    from essa_mpi.answers import Answers
+    evolve(settings, world, task, scorer, search, Answers(search.dimension), 0, note)
     averaged = means[0]
     for mean in means[1:]:
         averaged = 0.8 * averaged + 0.2 * mean

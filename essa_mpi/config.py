@@ -57,6 +57,15 @@ class Config:
     batch_growth: float = _key(1.05, low=1.0, high=2.0)  # growing: the batch's factor a generation
     batch_max: int = _key(0, low=0)         # growing: and its limit (0 = half the train split)
 
+    # Noise (off by default; each costs all-gathers beyond the generation's one).
+    racing: int = _key(0, low=0, high=64)   # rounds in which a batch is scored, hopeless candidates dropped after each; 0 = off
+    reward_low: float = _key(0.0)           # racing: the least and the largest reward there can be; equal = unknown
+    reward_high: float = _key(0.0)          # (exact, boxed, math and reasoning_gym need neither: 0 and 1)
+    reevaluate: int = _key(0, low=0)        # candidates about the selection's edge that are scored on further rows
+
+    # Which of the search's vectors is handed over as the result; all are scored on the held-out rows.
+    answer: str = _key("final", one_of=("final", "averaged", "validated", "candidate"))
+
     # Placing candidates in the engine.
     mode: str = _key("shared", one_of=("shared", "slots", "merged", "auto"))  # auto: the fastest, by a trial at start
     slots: int = _key(16, low=1)            # candidates in one continuous batch (mode = "slots")
@@ -115,7 +124,7 @@ class Config:
 # With --resume these may differ from the stored config; nothing here changes the search's history.
 RESUMABLE = frozenset({
     "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
-    "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged",
+    "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged", "answer",
 })
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Config)}
@@ -180,12 +189,35 @@ def _check_together(c: Config) -> None:
             raise UserError(f"config: {key} = {value}: must be 0 or at least batch = {c.batch}")
     if c.pool_turnover > c.batch:
         raise UserError(f"config: pool_turnover = {c.pool_turnover}: must be at most batch = {c.batch}")
+    if c.racing == 1:
+        raise UserError("config: racing = 1: a race has at least 2 rounds; set 0 for none")
+    if c.racing > c.batch:
+        raise UserError(f"config: racing = {c.racing}: must be at most batch = {c.batch}, a row a round")
+    if c.racing:
+        if reward_bounds(c) is None:
+            raise UserError(f"config: racing = {c.racing}: needs the least and largest reward {c.reward!r} can give, which "
+                            f"decide who cannot win any more: set reward_low and reward_high")
+        for key, value in (("active", c.active), ("step_size", c.step_size == "tpa"), ("reevaluate", c.reevaluate > 0)):
+            if value:
+                raise UserError(f"config: racing = {c.racing}: not with {key} = {getattr(c, key)!r}, which needs the "
+                                f"scores of the candidates a race drops; turn one of them off")
+    if c.reevaluate > c.population:
+        raise UserError(f"config: reevaluate = {c.reevaluate}: must be at most population = {c.population}")
+    if c.answer == "validated" and not c.validation_every:
+        raise UserError("config: answer = 'validated': nothing is validated; set validation_every and validation rows")
     if c.step_size == "tpa" and c.population < 4:
         raise UserError(f"config: population = {c.population}: step_size = 'tpa' needs at least 4, two of which try "
                         f"the step size")
     if c.active and c.search == "limited":
         raise UserError("config: active = true: search = 'limited' has no negative weights; set active = false or "
                         "another search")
+
+
+def reward_bounds(config: Config) -> tuple[float, float] | None:
+    """The least and the largest reward there can be, or None if nobody said."""
+    if config.reward_low < config.reward_high:
+        return config.reward_low, config.reward_high
+    return (0.0, 1.0) if config.reward in ("exact", "boxed", "math", "reasoning_gym") else None
 
 
 def parse_override(text: str):

@@ -21,7 +21,7 @@ def summarise(config, ranks: int, dimension: int, history: dict, heldout) -> dic
     summary = {
         "name": config.name, "model": config.model, "ranks": ranks, "dimension": dimension,
         "population": config.population, "batch": config.batch, "generations": len(total), "seed": config.seed,
-        "search": config.search, "mode": config.mode,
+        "search": config.search, "mode": config.mode, "answer": config.answer,
         "seconds": {**seconds, "evolving": float(total.sum()),
                     "per_generation": float(np.median(total)) if len(total) else None},
         "tokens": int(history["tokens"].sum()), "missing": int(history["missing"].sum()),
@@ -37,8 +37,8 @@ def closing(summary: dict, folder: RunFolder) -> str:
     """The table a run ends with."""
     lines = [""]
     if summary["heldout"]:
-        scores = {arm: summary["heldout"][arm] for arm in ("base", "warm_start", "evolved")}
-        lines.append(scores_table(summary["heldout"]["n"], scores))
+        scores = {arm: score for arm, score in summary["heldout"].items() if arm != "n"}
+        lines.append(scores_table(summary["heldout"]["n"], scores, summary.get("answer", "final")))
     seconds = summary["seconds"]
     if summary["generations"]:
         lines.append(f"{summary['generations']} generations of {seconds['per_generation']:.1f} s (median) on "
@@ -49,12 +49,20 @@ def closing(summary: dict, folder: RunFolder) -> str:
     return "\n".join(lines)
 
 
-def scores_table(n: int, scores: dict[str, dict]) -> str:
-    """Arms and their held-out scores, a line each."""
+NAMES = {"final": "final mean", "averaged": "averaged mean", "validated": "best validated mean",
+         "candidate": "best candidate"}
+
+
+def scores_table(n: int, scores: dict[str, dict], answer: str = "") -> str:
+    """Arms and their held-out scores, a line each; answer: which of the run's answers "evolved" is."""
     lines = [f"held-out accuracy on {n} rows (mean reward, +- its standard error)"]
+    width = 30 if answer else 11
     for arm, score in scores.items():
         missing = f"   ({score['missing']} rows without a score)" if score["missing"] else ""
-        lines.append(f"  {arm.replace('_', ' '):<11} {_number(score['accuracy'])} +- {_number(score['stderr'])}{missing}")
+        name = NAMES.get(arm, arm.replace("_", " "))
+        if arm == "evolved" and answer:
+            name += f" ({NAMES[answer]})"
+        lines.append(f"  {name:<{width}} {_number(score['accuracy'])} +- {_number(score['stderr'])}{missing}")
     return "\n".join(lines)
 
 

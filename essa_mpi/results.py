@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .answers import Answers
 from .config import Config, UserError
 from .files import write_folder, write_json
 from .runfile import RunFolder, load_checkpoint
@@ -13,7 +14,7 @@ from .world import World
 
 
 def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
-    """The warm start's spectrum and the search's mean at the newest checkpoint. Raises UserError."""
+    """The warm start's spectrum and the run's answer at the newest checkpoint. Raises UserError."""
     checkpoint = load_checkpoint(RunFolder.open(run))
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; it must finish a generation first")
@@ -25,7 +26,13 @@ def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
     if mean.shape != (spectrum.dimension,):
         raise UserError(f"the adapter {config.adapter} has {spectrum.dimension} searched singular values but {run} "
                         f"evolved {mean.size}: it is not the warm start of this run")
-    return spectrum, mean
+    answers = Answers(spectrum.dimension)
+    if "answers" in checkpoint.groups:
+        answers.load_state(checkpoint.groups["answers"])
+    vectors = answers.vectors(mean)
+    if config.answer not in vectors:
+        raise UserError(f"config: answer = {config.answer!r}: {run} has none yet; there are {', '.join(vectors)}")
+    return spectrum, vectors[config.answer]
 
 
 def evaluate_run(world: World, config: Config, run: str, adapter: str | None, json_path: str | None) -> None:

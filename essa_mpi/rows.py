@@ -16,6 +16,8 @@ import numpy as np
 from .config import Config, UserError
 from .perturbation import row_order
 
+FURTHER = 2**32 - 1   # the orders of further rows are keyed downwards from here: no epoch comes so far
+
 
 class Rows:
     """The batches of a run. size(generation) -> int; batch(generation) -> int64 (size,), distinct indices."""
@@ -31,6 +33,9 @@ class Rows:
             key, value = ("batch", config.batch) if config.batch > n else (key, self._largest)
             raise UserError(f"config: {key} = {value}: the train split of task = {config.task!r} has only {n} rows; "
                             f"lower {key} or give more rows")
+        if config.reevaluate and n <= self._largest:
+            raise UserError(f"config: reevaluate = {config.reevaluate}: the train split of task = {config.task!r} has "
+                            f"only {n} rows, all in the batch; lower batch or give more rows")
 
     def size(self, generation: int) -> int:
         """Rows of a generation."""
@@ -59,6 +64,13 @@ class Rows:
         if len(rows) < size:
             rows = np.concatenate([rows, self._epoch(epoch + 1)[:size - len(rows)]])
         return rows
+
+    def further(self, generation: int) -> np.ndarray:
+        """As many rows again for re-evaluation, none of the batch: int64 (size,), fewer if there are no more."""
+        if not self._config.reevaluate:
+            return np.zeros(0, np.int64)
+        order = row_order(self._config.seed, FURTHER - generation, self._n)
+        return order[~np.isin(order, self.batch(generation))][:self.size(generation)]
 
     def _used_before(self, generation: int) -> int:
         if self._config.rows == "fresh":

@@ -11,11 +11,13 @@ import numpy as np
 from . import config as configuration
 from .choose import settle_mode
 from .config import Config, UserError
-from .evolve import Generation, evolve, new_search
+from .answers import Answers
+from .evolve import Generation, advice, evolve, new_search
 from .files import JsonLines, write_folder, write_json
 from .provenance import hash_model, provenance
 from .rounding import warning as rounding_warning
 from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
+from .search import choose
 from .world import World
 
 
@@ -29,23 +31,34 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
     config = settle_mode(world, config, folder, checkpoint)
-    search = new_search(config, prepared.spectrum.dimension)
+    search, answers = new_search(config, prepared.spectrum.dimension), Answers(prepared.spectrum.dimension)
     if checkpoint:
         search.load_state(checkpoint["search"])
-    recorder = (Recorder(world, config, prepared, folder, search, checkpoint, engine=scorer_factory is None)
+        if "answers" in checkpoint:     # not in those of release 0.1
+            answers.load_state(checkpoint["answers"])
+    recorder = (Recorder(world, config, prepared, folder, search, answers, checkpoint, engine=scorer_factory is None)
                 if world.rank == 0 else None)
     start = search.generation
     if checkpoint:
         world.say(f"resuming {folder.path} at generation {start} of {config.generations}")
     D, size = prepared.spectrum.dimension, world.size
     world.say(f"{config.name}: {D} singular values, population {config.population} x {config.batch} rows, "
-              f"{config.search} search, mode {config.mode}, {size} rank{'s' * (size > 1)}")
+              f"{search_name(config, D)}, mode {config.mode}, {size} rank{'s' * (size > 1)}")
 
     scorer = _start_scorer(world, config, prepared, folder, scorer_factory)
-    evolve(config, world, prepared.task, scorer, search, start, recorder.record if recorder else lambda g: None)
-    _finish(world, config, prepared, folder, scorer, search, recorder)
+    evolve(config, world, prepared.task, scorer, search, answers, start,
+           recorder.record if recorder else lambda g: None)
+    _finish(world, config, prepared, folder, scorer, search, answers, recorder)
     if held:
         held.close()
+
+
+def search_name(config: Config, D: int) -> str:
+    """The search in words; `auto` says what it took and why."""
+    if config.search != "auto":
+        return f"{config.search} search"
+    kind, why = choose(D)
+    return f"search auto: {kind} ({why})"
 
 
 class Prepared:
@@ -174,9 +187,10 @@ class Recorder:
     """Rank 0's files: history, metrics, samples, checkpoints, and the progress line."""
 
     def __init__(self, world: World, config: Config, prepared: Prepared, folder: RunFolder, search,
-                 checkpoint: dict | None, engine: bool):
+                 answers: Answers, checkpoint: dict | None, engine: bool):
         """engine: False if candidates go into none, so that none can be rounded."""
         self._world, self._config, self._folder, self._search = world, config, folder, search
+        self._answers = answers
         self._schema = history_schema(config.population)
         self.history = (History.from_arrays(self._schema, checkpoint["history"]) if checkpoint
                         else History(self._schema))
@@ -209,8 +223,8 @@ class Recorder:
     def record(self, g: Generation) -> None:
         """Write one generation down. Raises UserError if the disk refuses."""
         config, header, ranks = self._config, g.exchanged.header, self._world.size
-        mean = {name: float(header[f"{name}_ns"].mean()) / 1e9 for name in ("place", "generate", "score", "busy")}
-        wait = float(header["busy_ns"].max()) / 1e9 - mean["busy"]
+        mean = {name: float(header[f"{name}_ns"].mean()) / 1e9 for name in ("place", "generate", "score")}
+        wait = g.exchanged.wait_mean
         counts = {name: g.exchanged.total(name) for name in ("completions", "tokens", "cut", "empty", "too_long")}
         finite = g.fitness[np.isfinite(g.fitness)]
         self.history.append(
@@ -225,10 +239,10 @@ class Recorder:
         self._metrics.append({
             "generation": g.number, "mean_fitness": float(finite.mean()), "best_fitness": float(finite.max()),
             "worst_fitness": float(finite.min()), "sigma": g.sigma, "validation": g.validation,
-            "validation_rows": g.validation_rows, "missing": g.missing, **counts,
-            "bytes_sent_per_rank": g.exchanged.bytes_sent, "ranks": ranks,
+            "validation_rows": g.validation_rows, "missing": g.missing, **counts, **self._noise(g, counts),
+            "bytes_sent_per_rank": g.exchanged.bytes_sent, "allgathers": g.exchanged.count, "ranks": ranks,
             "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}})
-        for sample in g.samples:
+        for sample in g.scores.samples:
             self._samples.append(sample)
         began = time.perf_counter()
         if (g.number + 1) % config.checkpoint_every == 0 or g.number + 1 == config.generations:
@@ -236,6 +250,18 @@ class Recorder:
         self._last_checkpoint = time.perf_counter() - began
         self._progress(g, counts)
         self.check_rounding()
+
+    def _noise(self, g: Generation, counts: dict) -> dict:
+        """How far the fitness can be trusted, and what racing and re-evaluation did about it."""
+        scores, found = g.scores, {"batch": int(max(a.rows + a.missing for a in g.scores.people))}
+        found.update(signal=scores.signal, noise=scores.noise,
+                     signal_to_noise=(scores.signal / scores.noise) ** 2 if scores.noise else None)
+        if self._config.racing:
+            rows = counts["completions"] / max(1, self._config.samples)
+            found.update(rows_saved=scores.rows_saved, tokens_saved=scores.rows_saved * counts["tokens"] / max(1, rows))
+        if self._config.reevaluate:
+            found.update(changed_ranks=scores.changed_ranks)
+        return found
 
     def checkpoint(self) -> None:
         """The search and the history so far, then history.h5; both whole or not at all."""
@@ -245,7 +271,8 @@ class Recorder:
             attributes["parent_checkpoint"] = self._parent
         self._parent, _ = save_checkpoint(
             self._folder, self._search.generation,
-            {"search": self._search.state(), "history": self.history.arrays()}, attributes,
+            {"search": self._search.state(), "answers": self._answers.state(), "history": self.history.arrays()},
+            attributes,
             self._config.keep_checkpoints)
         self._parent = str(self._parent)
         self.write_history()
@@ -276,7 +303,10 @@ class Recorder:
             if counts[name] > 0.1 * made and name not in self._warned:
                 self._warned.add(name)
                 self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
-        if len(set(g.fitness.tolist())) == 1:
+        said = advice(g, self._config.sigma)
+        if said:
+            self._world.say(said)
+        elif len(set(g.fitness.tolist())) == 1:
             self._world.say("warning: all candidates scored the same; nothing can be learnt from this generation "
                             "(raise sigma or batch; if all is wrong warm-start further, if all is right take harder rows)")
 
@@ -287,14 +317,19 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _finish(world, config, prepared, folder, scorer, search, recorder) -> None:
+def _finish(world, config, prepared, folder, scorer, search, answers, recorder) -> None:
     """Held-out scores, the adapter, summary.json, and the closing table."""
-    heldout = None
-    if prepared.task.heldout:
-        from .evaluate import evaluate
-        vectors = {"base": None, "warm_start": np.zeros(search.dimension), "evolved": search.mean}
-        world.say(f"scoring base, warm start and evolved adapter on {len(prepared.task.heldout)} held-out rows")
-        heldout = evaluate(config, world, scorer, vectors, prepared.task.heldout, search.digest())
+    from .evaluate import evaluate
+    heldout, task, digest = None, prepared.task, search.digest()
+    if config.validation_every and task.validation:     # the last mean has not been validated yet
+        last = evaluate(config, world, scorer, {"final": search.mean}, task.validation, digest)
+        answers.validate(search.mean, last.scores["final"]["accuracy"])
+    vectors = answers.vectors(search.mean)
+    if task.heldout:
+        arms = {"base": None, "warm_start": np.zeros(search.dimension), "evolved": vectors[config.answer],
+                **{name: vector for name, vector in vectors.items() if name != config.answer}}
+        world.say(f"scoring base, warm start and {len(arms) - 2} answers on {len(task.heldout)} held-out rows")
+        heldout = evaluate(config, world, scorer, arms, task.heldout, digest)
     else:
         world.say("no held-out rows, so no held-out scores: set heldout_data, or heldout_rows to cut some off task")
     if world.rank != 0:
@@ -302,7 +337,7 @@ def _finish(world, config, prepared, folder, scorer, search, recorder) -> None:
     from .report import closing, summarise
     recorder.check_owned()
     recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
-    save_adapter(prepared.spectrum, search.mean, folder.adapter)
+    save_adapter(prepared.spectrum, vectors[config.answer], folder.adapter)
     summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout)
     write_json(folder.summary, summary)
     world.say(closing(summary, folder))

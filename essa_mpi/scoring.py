@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import Config
+from .config import Config, UserError, reward_bounds
 from .engine import Request
 from .perturbation import sampling_seed
 from .tasks import Row, render
@@ -55,12 +55,13 @@ class Scorer:
             made = [i for i, c in enumerate(completions) if not c.too_long]
             if made:
                 rewards[made] = self._reward.score([rows[i] for i in made], [completions[i].text for i in made])
+                self._check_bounds(rewards, rows)
             busy.score += time.perf_counter() - began
             at = 0
             for tile in chunk:
                 score = TileScore()
-                for _ in range(tile.start, tile.stop):
-                    score.add(float(np.mean(rewards[at:at + self._config.samples])))
+                for place in range(tile.start, tile.stop):
+                    score.add(float(np.mean(rewards[at:at + self._config.samples])), odd=place % 2 == 1)
                     at += self._config.samples
                 scores.append(score)
             for i, completion in enumerate(completions):
@@ -74,6 +75,15 @@ class Scorer:
         self._reward.trouble.clear()
         busy.place, busy.generate = self._engine.seconds["place"], self._engine.seconds["generate"]
         return scores, busy, samples
+
+    def _check_bounds(self, rewards, rows):
+        """A race drops candidates by these bounds, so they must hold."""
+        if self._config.racing < 2:
+            return
+        low, high = reward_bounds(self._config)
+        for i in np.flatnonzero(np.isfinite(rewards) & ((rewards < low) | (rewards > high))):
+            raise UserError(f"reward {rewards[i]:g} on {rows[i].source}: outside reward_low = {low:g} and reward_high = "
+                            f"{high:g}, by which racing drops candidates; set them to what the reward can give")
 
     def _chunks(self, arms, tiles):
         """Tiles in runs that the engine can hold placed at once; a rank has at most one tile an arm."""

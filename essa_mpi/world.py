@@ -26,7 +26,8 @@ FRACTION_BITS = 64
 
 HEADER = ("digest", "stop", "busy_ns", "place_ns", "generate_ns", "score_ns",
           "completions", "tokens", "cut", "empty", "too_long")
-TILE_WORDS = 7  # sum (2), sum of squares (2), rows scored, rows missing, least reward
+# Sum (2), sum of squares (2), rows scored, rows missing, least reward; of the odd rows: sum (2), scored, missing.
+TILE_WORDS = 11
 
 
 def to_fixed(value: float) -> int:
@@ -56,6 +57,20 @@ class ArmScore:
     squares: int = 0
     rows: int = 0
     missing: int = 0
+    odd_total: int = 0      # of every second row of the batch: two halves tell noise from differences
+    odd_rows: int = 0
+    odd_missing: int = 0
+
+    def join(self, other: "ArmScore") -> None:
+        """Take the sums of further rows in."""
+        for name in ("total", "squares", "rows", "missing", "odd_total", "odd_rows", "odd_missing"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def half(self, odd: bool) -> "ArmScore":
+        """The odd rows alone, or the others (without their squares)."""
+        if odd:
+            return ArmScore(self.odd_total, 0, self.odd_rows, self.odd_missing)
+        return ArmScore(self.total - self.odd_total, 0, self.rows - self.odd_rows, self.missing - self.odd_missing)
 
     def mean(self, worst: float) -> float:
         """Mean reward, correctly rounded; a missing row scores `worst`. -inf if nothing was scored.
@@ -84,15 +99,19 @@ class TileScore(ArmScore):
 
     least: float = np.inf
 
-    def add(self, reward: float) -> None:
-        """Add one row's reward; a reward that is not finite counts as missing."""
+    def add(self, reward: float, odd: bool = False) -> None:
+        """Add one row's reward; a reward that is not finite counts as missing. odd: the row's place in the batch is."""
         if not np.isfinite(reward):
             self.missing += 1
+            self.odd_missing += odd
             return
         fixed = to_fixed(reward)
         self.total += fixed
         self.squares += square(fixed)    # of a float64 product little would be left once the mean is taken out
         self.rows += 1
+        if odd:
+            self.odd_total += fixed
+            self.odd_rows += 1
         self.least = min(self.least, reward)
 
     def words(self) -> list[int]:
@@ -100,7 +119,8 @@ class TileScore(ArmScore):
         low = (1 << 64) - 1
         least = int(np.float64(self.least).view(np.int64))
         return [self.total >> 64, _signed(self.total & low), self.squares >> 64,
-                _signed(self.squares & low), self.rows, self.missing, least]
+                _signed(self.squares & low), self.rows, self.missing, least,
+                self.odd_total >> 64, _signed(self.odd_total & low), self.odd_rows, self.odd_missing]
 
 
 def _signed(word: int) -> int:
@@ -121,6 +141,12 @@ class Exchanged:
     bytes_sent: int              # by one rank
     wait: float = 0.0            # seconds this rank waited for the slowest
     seconds: float = 0.0         # seconds in the all-gather, the wait taken out
+    count: int = 1               # all-gathers
+
+    @property
+    def wait_mean(self) -> float:
+        """Seconds the ranks waited for the slowest, their mean."""
+        return float(self.header["busy_ns"].max() - self.header["busy_ns"].mean()) / 1e9
 
     def total(self, name: str) -> int:
         return int(self.header[name].sum())
@@ -285,12 +311,11 @@ class World:
         for rank, tiles in enumerate(shares):
             for i, tile in enumerate(tiles):
                 at = len(HEADER) + i * TILE_WORDS
-                hi, lo, hi2, lo2, rows, missing, least = map(int, received[rank, at:at + TILE_WORDS])
-                arm = arms[tile.arm]
-                arm.total += (hi << 64) + _unsigned(lo)
-                arm.squares += (hi2 << 64) + _unsigned(lo2)
-                arm.rows += rows
-                arm.missing += missing
+                hi, lo, hi2, lo2, rows, missing, least, hi_odd, lo_odd, rows_odd, missing_odd = map(
+                    int, received[rank, at:at + TILE_WORDS])
+                arms[tile.arm].join(ArmScore(
+                    (hi << 64) + _unsigned(lo), (hi2 << 64) + _unsigned(lo2), rows, missing,
+                    (hi_odd << 64) + _unsigned(lo_odd), rows_odd, missing_odd))
                 worst = min(worst, float(np.int64(least).view(np.float64)))
         slowest = float(header["busy_ns"].max() - header["busy_ns"][self.rank]) / 1e9
         wait = min(slowest, elapsed)

@@ -10,22 +10,35 @@ LAPACK: their bits are the same where library, threads and CPU type are the same
 
 from .base import CONDITION_MAX, LOG_SIGMA_STEP_MAX, SCALE_RANGE, SIGMA_BITS, Search
 from .cma import CMA, SeparableCMA, eigen
+from .exact import integer
 from .fast import FastCMA
 from .limited import LimitedCMA
 
 KINDS = {"cma": CMA, "fast": FastCMA, "sep": SeparableCMA, "limited": LimitedCMA}
 
 
+FULL_UP_TO = 8192   # D up to which `auto` takes the full covariance: its factor is half a GiB there
+
+
+def choose(dimension):
+    """(kind, why) that `auto` takes for D = dimension."""
+    if dimension <= FULL_UP_TO:
+        return "fast", f"a full covariance of {8 * dimension**2 / 2**20:.0f} MiB"
+    return "limited", f"a full covariance would be {8 * dimension**2 / 2**30:.1f} GiB"
+
+
 def make_search(kind, dimension, population, sigma, seed, **options):
     """A new search with mean 0 and C = I.
 
     kind: "cma" (full covariance, the textbook), "fast" (the same covariance by a factor of it), "sep"
-    (diagonal) or "limited" (LM-MA-ES). dimension >= 1, population >= 2, finite sigma > 0, 0 <= seed < 2^64.
+    (diagonal), "limited" (LM-MA-ES) or "auto" (see `choose`). dimension >= 1, population >= 2, finite sigma > 0, 0 <= seed < 2^64.
     options: `active`, `step_size`, `mean_decay` (see `Search`), `eigen_every` for "cma".
     Raises ValueError naming key, value and what is allowed.
     """
+    if kind == "auto":
+        kind = choose(integer("dimension", dimension, 1))[0]
     if kind not in KINDS:
-        raise ValueError(f"search = {kind!r}; allowed: {', '.join(map(repr, KINDS))}")
+        raise ValueError(f"search = {kind!r}; allowed: 'auto', {', '.join(map(repr, KINDS))}")
     unknown = sorted(set(options) - set(KINDS[kind].options))
     if unknown:
         allowed = ", ".join(KINDS[kind].options) or "none"
