@@ -9,7 +9,8 @@ candidates. Beside it, on the same images: SGD going on from the warm start with
 step counts as one, though it costs three); SGD to convergence, its best epoch by validation; gradient descent on the
 ten s, about the most that U and V allow; evolution without a warm start, from a random Gaussian Delta W of the same
 norm (ten columns make it low-rank already), and again with norm, fitness and sigma tuned for it; and shorter and longer
-warm starts, on which the distance to SGD depends most. All of them forget 0 to 5, of which they see no image any more.
+warm starts: after 1, 2, 3 and 5 epochs ESSA ends 3.3, 2.0, 1.3 and 0.8 points below SGD to convergence (20 seeds).
+All of them forget 0 to 5, of which they see no image any more.
 
 Data: the t10k files in $ESSA_MPI_DATA/mnist (default ../shared/data/mnist), or else scikit-learn's load_digits. Half of
 the 6 to 9 are test images, the same for every seed; a seed draws the 400 and the validation images from the rest.
