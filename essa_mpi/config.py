@@ -189,6 +189,8 @@ def _check_together(c: Config) -> None:
             raise UserError(f"config: {key} = {value}: must be 0 or at least batch = {c.batch}")
     if c.pool_turnover > c.batch:
         raise UserError(f"config: pool_turnover = {c.pool_turnover}: must be at most batch = {c.batch}")
+    if c.reward_low > c.reward_high:
+        raise UserError(f"config: reward_low = {c.reward_low:g}: must be at most reward_high = {c.reward_high:g}")
     if c.racing == 1:
         raise UserError("config: racing = 1: a race has at least 2 rounds; set 0 for none")
     if c.racing > c.batch:

@@ -27,8 +27,9 @@ def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
         raise UserError(f"the adapter {config.adapter} has {spectrum.dimension} searched singular values but {run} "
                         f"evolved {mean.size}: it is not the warm start of this run")
     answers = Answers(spectrum.dimension)
-    if "answers" in checkpoint.groups:
-        answers.load_state(checkpoint.groups["answers"])
+    known = checkpoint.groups.get("ended", checkpoint.groups.get("answers"))
+    if known:
+        answers.load_state(known)
     vectors = answers.vectors(mean)
     if config.answer not in vectors:
         raise UserError(f"config: answer = {config.answer!r}: {run} has none yet; there are {', '.join(vectors)}")

@@ -14,6 +14,7 @@ are scored on as many further rows, the same for all of them, and their fitness 
 decide). How the ranks among them changed tells the noise.
 """
 
+import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -35,6 +36,7 @@ class Scores:
     exchanged: Exchanged             # of all the all-gathers
     signal: float                    # standard deviation of the candidates' true fitness, and of its noise; nan: unknown
     noise: float
+    batch: int                       # rows each candidate was to be scored on, further rows aside
     rows_saved: int = 0              # by racing
     changed_ranks: float = float("nan")  # re-evaluation: mean change of rank among the re-evaluated, over the expected
     busy: Busy = field(default_factory=Busy)
@@ -79,12 +81,12 @@ def score_generation(config: Config, rounds: Round, candidates: list[Arm], other
     batch = len(candidates[0].indices)
     parts = np.array_split(np.arange(batch), config.racing or 1)
     first, worst = rounds.score([_on(arm, parts[0]) for arm in candidates] + others)
-    people, rest = first[:len(candidates)], first[len(candidates):]
-    signal, noise = spread(people, worst)
-    noise *= (len(parts[0]) / batch) ** 0.5
-    beside = [(arm.mean(worst), arm.stderr(worst)) for arm in rest]
-    running, saved = list(range(len(candidates))), 0
     low, high = (reward_bounds(config) if config.racing else None) or (worst, worst)
+    people, rest = first[:len(candidates)], first[len(candidates):]
+    signal, noise = spread(people, low)
+    noise *= (len(parts[0]) / batch) ** 0.5
+    beside = [(arm.mean(low), arm.stderr(low)) for arm in rest]
+    running, saved = list(range(len(candidates))), 0
     for part in parts[1:]:
         left = batch - people[running[0]].rows - people[running[0]].missing
         staying = _can_still_win(people, running, mu, left, low, high)
@@ -96,7 +98,7 @@ def score_generation(config: Config, rounds: Round, candidates: list[Arm], other
     fitness = np.array([arm.mean(low) for arm in people])
     told = np.full(len(people), -np.inf)
     told[running] = fitness[running]
-    scores = Scores(fitness, told, people, beside, rounds.exchanged, signal, noise, saved)
+    scores = Scores(fitness, told, people, beside, rounds.exchanged, signal, noise, batch, saved)
     if config.reevaluate:
         _reevaluate(config, rounds, candidates, scores, mu, further)
     scores.exchanged, scores.busy, scores.samples = rounds.exchanged, rounds.busy, rounds.samples
@@ -135,7 +137,7 @@ def _reevaluate(config, rounds, candidates, scores: Scores, mu, further) -> None
     if not both.any():
         return
     # The further rows may be harder: what all of them lost or gained on average is no candidate's doing.
-    shift = float(np.mean(old[both] - new[both]))
+    shift = math.fsum(old[both] - new[both]) / int(both.sum())
     size = len(candidates[0].indices)
     for k, score, before, after in zip(again, found, old, new):
         scores.people[k].join(score)

@@ -25,7 +25,7 @@ class Rows:
     def __init__(self, config: Config, n: int):
         """n: rows of the train split. Raises UserError if there are too few of them."""
         self._config, self._n = config, n
-        self._growing = [config.batch]      # sizes by generation, as far as they were asked for
+        self._growing, self._factor = [config.batch], 1.0   # sizes by generation, as far as they were asked for
         self._largest = {"fresh": config.batch, "pool": config.pool_rows or config.batch,
                          "growing": config.batch_max or max(config.batch, (n + 1) // 2)}[config.rows]
         key = {"fresh": "batch", "pool": "pool_rows", "growing": "batch_max"}[config.rows]
@@ -44,10 +44,8 @@ class Rows:
             return config.batch
         while len(self._growing) <= generation:
             # By products, one after the other: pow differs between systems in the last bit.
-            factor = 1.0
-            for _ in range(len(self._growing)):
-                factor = min(factor * config.batch_growth, 2.0 * self._largest)
-            self._growing.append(min(int(config.batch * factor), self._largest))
+            self._factor = min(self._factor * config.batch_growth, 2.0 * self._largest)
+            self._growing.append(min(int(config.batch * self._factor), self._largest))
         return self._growing[generation]
 
     def batch(self, generation: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,9 @@ class Prepared:
             check_fits(self.spectrum, config.model, shapes)
         self.task = load_task(config)
         Rows(config, len(self.task.train))     # refuses a train split that is too small
+        if config.answer == "validated" and not self.task.validation:
+            raise UserError("config: answer = 'validated': there are no validation rows; set validation_data or "
+                            "validation_rows, or another answer")
         self.rows_hash = f"{self.task.digest():016x}"
         self.reward = load_reward(config)
         self.model_hash = hash_model(config.model)
@@ -253,7 +257,7 @@ class Recorder:
 
     def _noise(self, g: Generation, counts: dict) -> dict:
         """How far the fitness can be trusted, and what racing and re-evaluation did about it."""
-        scores, found = g.scores, {"batch": int(max(a.rows + a.missing for a in g.scores.people))}
+        scores, found = g.scores, {"batch": g.scores.batch}
         found.update(signal=scores.signal, noise=scores.noise,
                      signal_to_noise=(scores.signal / scores.noise) ** 2 if scores.noise else None)
         if self._config.racing:
@@ -263,17 +267,20 @@ class Recorder:
             found.update(changed_ranks=scores.changed_ranks)
         return found
 
-    def checkpoint(self) -> None:
-        """The search and the history so far, then history.h5; both whole or not at all."""
+    def checkpoint(self, ended: Answers | None = None) -> None:
+        """The search and the history so far, then history.h5; both whole or not at all.
+
+        ended: the answers of a run that is over, for `eval` and `export`; one that goes on later starts from its own.
+        """
         self.check_owned()
         attributes = {**self._provenance, "metrics_bytes": self._metrics.offset, "samples_bytes": self._samples.offset}
         if self._parent:
             attributes["parent_checkpoint"] = self._parent
         self._parent, _ = save_checkpoint(
             self._folder, self._search.generation,
-            {"search": self._search.state(), "answers": self._answers.state(), "history": self.history.arrays()},
-            attributes,
-            self._config.keep_checkpoints)
+            {"search": self._search.state(), "answers": self._answers.state(), "history": self.history.arrays(),
+             **({"ended": ended.state()} if ended else {})},
+            attributes, self._config.keep_checkpoints)
         self._parent = str(self._parent)
         self.write_history()
 
@@ -321,10 +328,15 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     """Held-out scores, the adapter, summary.json, and the closing table."""
     from .evaluate import evaluate
     heldout, task, digest = None, prepared.task, search.digest()
+    ended = Answers(search.dimension)
+    ended.load_state(answers.state())
     if config.validation_every and task.validation:     # the last mean has not been validated yet
         last = evaluate(config, world, scorer, {"final": search.mean}, task.validation, digest)
-        answers.validate(search.mean, last.scores["final"]["accuracy"])
-    vectors = answers.vectors(search.mean)
+        ended.validate(search.mean, last.scores["final"]["accuracy"])
+    vectors = ended.vectors(search.mean)
+    if config.answer not in vectors:
+        world.say(f"warning: answer = {config.answer!r}: the run has none; the final mean is handed over instead")
+        config = replace(config, answer="final")
     if task.heldout:
         arms = {"base": None, "warm_start": np.zeros(search.dimension), "evolved": vectors[config.answer],
                 **{name: vector for name, vector in vectors.items() if name != config.answer}}
@@ -335,6 +347,8 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     if world.rank != 0:
         return
     from .report import closing, summarise
+    if config.validation_every and task.validation:
+        recorder.checkpoint(ended)
     recorder.check_owned()
     recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
     save_adapter(prepared.spectrum, vectors[config.answer], folder.adapter)

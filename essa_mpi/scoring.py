@@ -61,7 +61,7 @@ class Scorer:
             for tile in chunk:
                 score = TileScore()
                 for place in range(tile.start, tile.stop):
-                    score.add(float(np.mean(rewards[at:at + self._config.samples])), odd=place % 2 == 1)
+                    score.add(_mean(rewards[at:at + self._config.samples]), odd=place % 2 == 1)
                     at += self._config.samples
                 scores.append(score)
             for i, completion in enumerate(completions):
@@ -101,6 +101,11 @@ class Scorer:
         if ids is None:
             ids = self._prompts[row.source] = render(row, self._engine.tokenizer, self._config)
         return ids
+
+
+def _mean(rewards: np.ndarray) -> float:
+    """The mean, nan if one is; never outside what it is the mean of, where rounding may put it (three times 0.1)."""
+    return float(np.clip(np.mean(rewards), rewards.min(), rewards.max()))
 
 
 def _count(counters, completions):

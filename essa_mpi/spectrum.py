@@ -87,6 +87,8 @@ class Spectrum:
         kind: what a search coordinate means, one of OFFSETS. scales: by how much the offsets of a
         projection ("q_proj") or of a factor ("A", "B") are larger than the others'; see `offsets`.
         """
+        if kind not in OFFSETS:
+            raise ValueError(f"kind = {kind!r}; allowed: {', '.join(OFFSETS)}")
         peft_config, tensors = read_adapter(folder)
         factors = {}
         for name, tensor in tensors.items():

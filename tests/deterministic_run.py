@@ -9,6 +9,8 @@ names of its methods into FILE (JSON). --user-reward: the config's own reward an
 engine that answers with the row's answer; else rewards come from `reward` below. --eval: `eval RUN`, with
 its scores in eval.json, instead of `run`.
 
+Rewards are cut to reward_low and reward_high where the config says them.
+
 A fault is {"kind": ..., "rank": r or absent for all, "generation": g, ...}:
     raise, raise_user, exit, interrupt   in the scorer: RuntimeError, UserError, SystemExit, KeyboardInterrupt
     thread                               RuntimeError in another thread, while the scorer sleeps
@@ -98,13 +100,16 @@ class DeterministicScorer:
         scores, samples, completions = [], [], 0
         for tile in tiles:
             arm, score = arms[tile.arm], TileScore()
-            for index in map(int, arm.indices[tile.start:tile.stop]):
+            for place in range(tile.start, tile.stop):
+                index = int(arm.indices[place])
                 row = arm.split[index]
                 value = reward(arm.vector, row, index)
+                if self._config.reward_low < self._config.reward_high:
+                    value = min(max(value, self._config.reward_low), self._config.reward_high)
                 for fault in nan:
                     if index in fault.get("rows", [index]) and tile.arm in fault.get("candidates", [tile.arm]):
                         value = float(fault.get("value", "nan"))
-                score.add(value)
+                score.add(value, odd=place % 2 == 1)
                 completions += 1
                 if len(samples) < self._config.samples_logged:
                     samples.append({"generation": generation, "arm": arm.name, "source": row.source,
@@ -242,10 +247,10 @@ def flip(search) -> None:
 
 def _plant(run, faults: Faults, rank: int) -> None:
     """Faults outside the scorer, by wrapping what essa_mpi.run calls."""
-    make_search = run.make_search
+    new_search = run.new_search
 
     def faulty_search(*arguments, **named):
-        search = make_search(*arguments, **named)
+        search = new_search(*arguments, **named)
         tell = search.tell
 
         def told(generation, fitness):
@@ -255,7 +260,7 @@ def _plant(run, faults: Faults, rank: int) -> None:
         search.tell = told
         return search
 
-    run.make_search = faulty_search
+    run.new_search = faulty_search
     for fault in faults.of(None, "prepare", "prepare_user"):
         def refuse(model, kind=fault["kind"]):
             from essa_mpi.config import UserError

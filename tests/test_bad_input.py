@@ -162,7 +162,7 @@ def case(name, change, says, words=RUN, ranks=0, env=None):
     case("no-number", keys(), r"sigma = nan: needs a finite number", [*RUN, "--set", "sigma=nan"]),
     case("out-of-range", keys(sigma=0), r"sigma = 0.0: must be above 0"),
     case("population-of-1", keys(population=1), r"population = 1: must be at least 2"),
-    case("no-such-search", keys(search="cmaes"), r"search = 'cmaes': must be one of cma, sep"),
+    case("no-such-search", keys(search="cmaes"), r"search = 'cmaes': must be one of auto, fast, sep, limited, cma"),
     case("name-of-another-folder", keys(name="../x"), r"name = '../x'.*plain name"),
     case("set-without-equals", keys(), r"--set population: needs key=value", [*RUN, "--set", "population"]),
     # the model and the adapter

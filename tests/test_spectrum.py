@@ -11,7 +11,7 @@ from adapters import ATTENTION, MLP, make_adapter, make_model, shapes_of
 from safetensors.torch import load_file, save_file
 
 from essa_mpi.config import UserError
-from essa_mpi.spectrum import Spectrum, check_fits, check_model, model_shapes, read_adapter, searched_values
+from essa_mpi.spectrum import OFFSETS, Spectrum, check_fits, check_model, model_shapes, read_adapter, searched_values
 
 LAYERS = 3
 SIZES = SimpleNamespace(hidden_size=24, intermediate_size=40, num_hidden_layers=LAYERS, num_attention_heads=4,
@@ -45,6 +45,15 @@ def change_config(folder, **settings):
 
 def relative_error(found, wanted):
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+def offset(kind, x, s):
+    """What coordinates of the value(s) x add to the singular values s of one factor."""
+    match kind:
+        case "relative": return s * x
+        case "exp": return s * np.expm1(x)
+        case "projection": return np.full_like(s, s.mean()) * x
+        case "absolute": return np.ones_like(s) * x
 
 
 # -- the size of the search vector ----------------------------------------------------------------
@@ -93,9 +102,9 @@ def test_offset_zero_is_the_adapter_as_it_was(tmp_path, dtype):
         assert relative_error(factor, tensors[name]) < 1e-6, name
 
 
-@pytest.mark.parametrize("relative", [True, False])
-def test_offsets_move_the_largest_values_of_a_then_b_projection_by_projection(tmp_path, relative):
-    spectrum = Spectrum.load(adapter_in(tmp_path), 0.5, relative)
+@pytest.mark.parametrize("kind", OFFSETS)
+def test_offsets_move_the_largest_values_of_a_then_b_projection_by_projection(tmp_path, kind):
+    spectrum = Spectrum.load(adapter_in(tmp_path), 0.5, kind)
     order = [f"model.layers.{layer}.self_attn.{name}" for layer in range(LAYERS) for name in ATTENTION]
     assert [p.module for p in spectrum.projections] == order
     at_rest = spectrum.spectra(np.zeros(spectrum.dimension))
@@ -109,7 +118,7 @@ def test_offsets_move_the_largest_values_of_a_then_b_projection_by_projection(tm
         for j, (s, s0) in enumerate(zip(moved, flat)):
             wanted = s0.copy()
             if j == factor:
-                wanted[value] += 0.25 * s0[value] if relative else 0.25
+                wanted[value] += offset(kind, 0.25, s0)[value]
             np.testing.assert_array_equal(s, wanted)
 
 
@@ -126,11 +135,11 @@ def test_a_vector_of_another_size_is_refused(tmp_path):
         spectrum.cores(np.zeros(spectrum.dimension - 1))
 
 
-@pytest.mark.parametrize("relative", [True, False])
-def test_cores_are_the_scaled_product_of_the_moved_factors(tmp_path, relative):
+@pytest.mark.parametrize("kind", OFFSETS)
+def test_cores_are_the_scaled_product_of_the_moved_factors(tmp_path, kind):
     """U_B core V_A^T = scale B' A', with B' and A' put together by the paper's definition."""
     folder = adapter_in(tmp_path, ATTENTION + MLP, lora_alpha=12)
-    spectrum = Spectrum.load(folder, 1.0, relative)
+    spectrum = Spectrum.load(folder, 1.0, kind)
     _, tensors = read_adapter(folder)
     x = random_vector(spectrum)
     found, at = products(spectrum, x), 0
@@ -140,10 +149,49 @@ def test_cores_are_the_scaled_product_of_the_moved_factors(tmp_path, relative):
             U, s, Vt = np.linalg.svd(tensors[f"base_model.model.{module}.lora_{factor}.weight"], full_matrices=False)
             d = x[at:at + 8]
             at += 8
-            moved.append(U @ np.diag(s * (1 + d) if relative else s + d) @ Vt)
+            moved.append(U @ np.diag(s + offset(kind, d, s)) @ Vt)
         A, B = moved
         assert relative_error(found[module], 12 / 8 * B @ A) < 1e-12, module
     assert at == spectrum.dimension
+
+
+def test_offsets_of_every_kind_are_their_formulas_times_the_scales(tmp_path):
+    """c is the projection's scale times the factor's; "exp" keeps the sign of every value, however far x goes."""
+    folder = adapter_in(tmp_path, ranks={"k_proj": 3}, rank_pattern={"k_proj": 3})
+    scales = {"v_proj": 0.5, "k_proj": 3, "B": 2.0, "A": 0.25}
+    for kind in OFFSETS:
+        for given in ({}, {"B": 2.0}, scales):
+            spectrum = Spectrum.load(folder, 0.5, kind, given)
+            x, at = random_vector(spectrum, size=2.0), 0
+            found = spectrum.offsets(np.stack([x, -x]))      # of several vectors at once
+            for i, p in enumerate(spectrum.projections):
+                for j, s in enumerate((p.s_A, p.s_B)):
+                    c, d = given.get(p.name, 1) * given.get("AB"[j], 1), x[at:at + p.searched]
+                    wanted = offset(kind, c * np.append(d, np.zeros(p.rank - p.searched)), s)
+                    np.testing.assert_allclose(found[0, j, i, :p.rank], wanted, rtol=1e-14, atol=0, err_msg=kind)
+                    assert (found[:, j, i, p.searched:] == 0).all()
+                    np.testing.assert_allclose(spectrum.spectra(x)[i][j], s + wanted, rtol=1e-14, atol=1e-16)
+                    at += p.searched
+            assert at == spectrum.dimension
+            at_rest, moved = spectrum.spectra(0 * x), spectrum.spectra(x)
+            same_sign = all((np.sign(a) == np.sign(b)).all() for pair, still in zip(moved, at_rest) for a, b in zip(pair, still))
+            assert same_sign == (kind == "exp")
+
+
+def test_a_scale_moves_no_other_projection_or_factor(tmp_path):
+    folder = adapter_in(tmp_path)
+    plain, x = Spectrum.load(folder, 1.0), random_vector(Spectrum.load(folder, 1.0))
+    for part in ("o_proj", "A"):
+        scaled = Spectrum.load(folder, 1.0, "relative", {part: 4.0})
+        for p, before, after in zip(plain.projections, plain.offsets(x).swapaxes(0, 1), scaled.offsets(x).swapaxes(0, 1)):
+            for factor in (0, 1):
+                times = 4.0 if part in (p.name, "AB"[factor]) else 1.0
+                np.testing.assert_array_equal(after[factor], times * before[factor])
+
+
+def test_no_such_kind_of_offsets(tmp_path):
+    with pytest.raises(ValueError, match="kind = False; allowed: relative, exp, projection, absolute"):
+        Spectrum.load(adapter_in(tmp_path), 1.0, False)
 
 
 def test_mlp_factors_stay_as_the_warm_start_left_them(tmp_path):
@@ -204,15 +252,15 @@ ADAPTERS = {
 def test_a_candidate_is_what_peft_makes_of_it(tmp_path, tiny_model, name):
     """Of the adapter as it was, and of what `save` writes for a candidate; the base untouched by both."""
     folder = adapter_in(tmp_path / "adapter", **ADAPTERS[name])
-    for relative in (True, False):
-        spectrum = Spectrum.load(folder, 1.0, relative)
+    for kind in ("relative", "absolute"):
+        spectrum = Spectrum.load(folder, 1.0, kind)
         wanted = peft_products(tiny_model, folder)
         assert wanted.keys() == {p.module for p in spectrum.projections}
         for module, product in products(spectrum, np.zeros(spectrum.dimension)).items():
             assert relative_error(product, wanted[module]) < 1e-6, module
-        x = random_vector(spectrum, size=0.5 if relative else 0.05)
-        spectrum.save(tmp_path / f"saved{relative}", x)
-        saved = peft_products(tiny_model, tmp_path / f"saved{relative}")
+        x = random_vector(spectrum, size=0.5 if kind == "relative" else 0.05)
+        spectrum.save(tmp_path / f"saved-{kind}", x)
+        saved = peft_products(tiny_model, tmp_path / f"saved-{kind}")
         assert saved.keys() == wanted.keys()
         for module, product in products(spectrum, x).items():
             assert relative_error(product, saved[module]) < 1e-6, module
@@ -296,9 +344,9 @@ def test_an_untrained_adapter_is_refused(tmp_path, factor):
     folder = change_tensors(adapter_in(tmp_path, ATTENTION + MLP), lambda tensors: {
         name: tensor * 0 if f"lora_{factor}" in name and ".self_attn." in name else tensor
         for name, tensor in tensors.items()})
-    for relative in (True, False):
+    for kind in OFFSETS:
         with pytest.raises(UserError, match="update is zero .*python -m essa_mpi sft"):
-            Spectrum.load(folder, 1.0, relative)
+            Spectrum.load(folder, 1.0, kind)
 
 
 def test_an_adapter_that_is_zero_in_places_is_taken(tmp_path):
@@ -392,11 +440,17 @@ def test_the_digest_sees_all_that_makes_a_candidate(tmp_path):
         "one number": Spectrum.load(change_tensors(adapter_in(tmp_path / "b"), _nudge), 1.0),
         "lora_alpha": Spectrum.load(adapter_in(tmp_path / "c", lora_alpha=15), 1.0),
         "alpha": Spectrum.load(folder, 0.5),
+        **{kind: Spectrum.load(folder, 1.0, kind) for kind in OFFSETS if kind != "relative"},
+        **{f"scale of {part}": Spectrum.load(folder, 1.0, "relative", {part: 2.0}) for part in ("q_proj", "v_proj", "A", "B")},
+        "another scale": Spectrum.load(folder, 1.0, "relative", {"B": 3.0}),
+        "two scales": Spectrum.load(folder, 1.0, "relative", {"A": 2.0, "B": 3.0}),
         "module": Spectrum.load(change_tensors(adapter_in(tmp_path / "d"), lambda tensors: {
             name.replace("layers.2", "layers.3"): tensor for name, tensor in tensors.items()}), 1.0),
     }
     digests = {name: spectrum.digest() for name, spectrum in others.items()}
     assert digest not in digests.values(), digests
+    one, other = ({"A": 2.0, "B": 3.0}, {"B": 3.0, "A": 2.0})
+    assert Spectrum.load(folder, 1.0, "exp", one).digest() == Spectrum.load(folder, 1.0, "exp", other).digest()
     assert len(set(digests.values())) == len(digests)
 
 

@@ -1,4 +1,4 @@
-"""Rows to prompts: what is read, what is refused and how, splits, minibatches, token ids."""
+"""Rows to prompts: what is read, what is refused and how, splits, token ids."""
 
 import json
 import os
@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from conftest import refusal
 from essa_mpi import config as configuration
-from essa_mpi.perturbation import row_order
-from essa_mpi.tasks import Row, Task, load_task, render
+from essa_mpi.tasks import Row, load_task, render
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,12 +104,6 @@ def test_a_missing_or_empty_file(write, key):
     assert f"{key} = 'no.jsonl': there is no such file" in refusal(load_task, settings(**{key: "no.jsonl"}))
     assert f"{key} = 'empty.jsonl': the file holds no rows" in refusal(load_task, settings(**{key: "empty.jsonl"}))
     assert "cannot be read" in refusal(load_task, settings(**{key: "./"}))
-
-
-def test_a_batch_larger_than_the_train_split(write):
-    write("t.jsonl", rows(5))
-    message = refusal(load_task, settings(batch=4, heldout_rows=2))
-    assert "batch = 4" in message and "only 3 rows" in message
 
 
 # -- splits --------------------------------------------------------------------------------------
@@ -207,37 +199,6 @@ def test_a_generators_rows_are_the_same_in_every_process(name):
     said = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True,
                            env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
     assert len(said) == 1
-
-
-# -- minibatches ---------------------------------------------------------------------------------
-
-def a_task(n):
-    return Task(sft=[], train=[Row(str(i), i, {}, None, str(i)) for i in range(n)], validation=[], heldout=[])
-
-
-@pytest.mark.parametrize("n, batch", [(10, 5), (10, 4), (10, 3), (7, 4), (11, 6), (100, 32), (3, 1), (1, 1), (9, 5)])
-def test_every_row_once_an_epoch_and_none_twice_a_generation(n, batch):
-    assert n >= 2 * batch - 1
-    task = a_task(n)
-    drawn = [task.minibatch(g, batch, seed=3) for g in range(5 * n)]  # 5 batch whole epochs
-    assert all(b.shape == (batch,) and b.dtype == np.int64 and len(set(b.tolist())) == batch for b in drawn)
-    epochs = np.concatenate(drawn).reshape(-1, n)
-    assert (np.sort(epochs, axis=1) == np.arange(n)).all()
-    if n > 3:
-        assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert epochs[0].tolist() == row_order(3, 0, n).tolist()
-
-
-def test_fewer_than_two_batches_of_rows():
-    task = a_task(10)
-    for g in range(20):
-        assert task.minibatch(g, 7, seed=3).tolist() == row_order(3, g, 10)[:7].tolist()
-
-
-def test_a_minibatch_depends_on_seed_and_generation_alone():
-    assert a_task(50).minibatch(33, 8, 1).tolist() == a_task(50).minibatch(33, 8, 1).tolist()
-    assert a_task(50).minibatch(33, 8, 1).tolist() != a_task(50).minibatch(33, 8, 2).tolist()
-    assert "only 5 rows" in refusal(a_task(5).minibatch, 0, 6, 0)
 
 
 # -- prompts -------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ import pytest
 from deterministic_run import Counting, DeterministicScorer, Faults, flip, reward
 from essa_mpi import config as configuration
 from essa_mpi import seat as seating
+from essa_mpi.answers import Answers
 from essa_mpi.config import UserError
 from essa_mpi.evolve import evolve
+from essa_mpi.rows import Rows
 from essa_mpi.search import make_search
 from essa_mpi.tasks import Row, Task
 from essa_mpi.world import (HEADER, TILE_WORDS, Agreed, ArmScore, Busy, DigestError, Tile, TileScore, World,
@@ -167,7 +169,7 @@ def scored(tiles, rewards):
     for tile in tiles:
         scores.append(TileScore())
         for row in range(tile.start, tile.stop):
-            scores[-1].add(rewards[tile.arm, row])
+            scores[-1].add(rewards[tile.arm, row], odd=row % 2 == 1)
     return scores
 
 
@@ -187,6 +189,10 @@ def test_sums_do_not_depend_on_the_number_of_ranks(lengths, kind, gaps):
         finite = [r for r in rows if math.isfinite(r)]
         assert (alone.arms[arm].rows, alone.arms[arm].missing) == (len(finite), length - len(finite))
         assert alone.arms[arm].total == sum(map(to_fixed, finite))
+        for odd in (False, True):
+            half, rows_of_it = alone.arms[arm].half(odd), [r for r in rows[odd::2] if math.isfinite(r)]
+            assert (half.total, half.rows) == (sum(map(to_fixed, rows_of_it)), len(rows_of_it))
+            assert half.missing == len(rows[odd::2]) - len(rows_of_it)
     finite = [r for r in rewards.values() if math.isfinite(r)]
     assert alone.worst == (min(finite) if finite else 0.0)
     for size in (2, 3, 4, 5, 19, 50):
@@ -491,7 +497,7 @@ def small_task(**keys):
 def evolved(settings, task, world, search, faults=(), start=0):
     generations = []
     scorer = DeterministicScorer(settings, Faults(world.rank, list(faults)), 0.0)
-    evolve(settings, world, task, scorer, search, start, generations.append)
+    evolve(settings, world, task, scorer, search, Answers(search.dimension), start, generations.append)
     return generations
 
 
@@ -505,8 +511,9 @@ def test_one_collective_a_generation_whatever_the_dimension(dimension):
         evolved(settings, task, world, make_search("sep", dimension, 7, 0.3, 1))
         assert world.comm.calls == {"Allgather": generations + 1}       # the closing check
         sent.append(world.comm.sent)
-    most = max(len(share([5] * 7, r, world.size)) for r in range(world.size))
-    assert sent[1] == [8 * (len(HEADER) + TILE_WORDS * most)] * 7 + [8 * len(HEADER)]
+    # Beside the first generation's seven candidates the warm start is scored on the same rows.
+    words = [TILE_WORDS * max(len(share([5] * arms, r, world.size)) for r in range(world.size)) for arms in (8, *[7] * 6)]
+    assert sent[1] == [8 * (len(HEADER) + w) for w in words] + [8 * len(HEADER)]
 
 
 @pytest.mark.mpi(min_size=1)
@@ -534,7 +541,7 @@ def test_ties_go_to_the_lower_index():
     search, told = make_search("cma", 4, 7, 0.3, 1), make_search("cma", 4, 7, 0.3, 1)
     world = real_world()
     generations = []
-    evolve(settings, world, task, Equal(settings, Faults(world.rank, []), 0.0), search, 0, generations.append)
+    evolve(settings, world, task, Equal(settings, Faults(world.rank, []), 0.0), search, Answers(4), 0, generations.append)
     for generation in range(3):
         told.tell(generation, [7, 6, 5, 4, 3, 2, 1])
         assert generations[generation].digest == told.digest()
@@ -553,7 +560,7 @@ class _Constant:
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_missing_scores_are_the_worst_and_counted(value):
     settings, task = small_task(generations=1)
-    batch = task.minibatch(0, 5, settings.seed).tolist()
+    batch = Rows(settings, 17).batch(0).tolist()
     faults = [{"kind": "nan", "value": value, "candidates": [2], "rows": batch[1:3]},      # two rows of candidate 2
               {"kind": "nan", "value": value, "candidates": [4]}]                         # candidate 4 altogether
     search, told = make_search("cma", 4, 7, 0.3, 1), make_search("cma", 4, 7, 0.3, 1)
@@ -561,7 +568,8 @@ def test_missing_scores_are_the_worst_and_counted(value):
     generation, = evolved(settings, task, world, search, faults)
     vectors = told.ask(0)
     rewards = {(k, i): reward(vectors[k], task.train[i], i) for k in range(7) for i in batch}
-    worst = min(r for (k, i), r in rewards.items() if k != 4 and not (k == 2 and i in batch[1:3]))
+    start = [reward(np.zeros(4), task.train[i], i) for i in batch]      # scored beside the candidates
+    worst = min([*start, *(r for (k, i), r in rewards.items() if k != 4 and not (k == 2 and i in batch[1:3]))])
     expected = [float(sum(Fraction(worst if k == 2 and i in batch[1:3] else rewards[k, i]) for i in batch) / 5)
                 for k in range(7)]
     expected[4] = -math.inf
@@ -600,7 +608,7 @@ def test_a_flipped_bit_stops_all_ranks_before_its_scores_are_used(after):
     if after < 0 and world.rank == world.size - 1:
         flip(search)
     with pytest.raises(DigestError, match=f"on ranks {world.size - 1} "):
-        evolve(settings, world, task, DeterministicScorer(settings, Faults(0, []), 0.0), search, 0, record)
+        evolve(settings, world, task, DeterministicScorer(settings, Faults(0, []), 0.0), search, Answers(4), 0, record)
     assert [g.number for g in generations] == list(range(after + 1))
     assert search.generation == after + 1           # nothing was learnt from the scores that came with it
     assert world.comm.calls == {"Allgather": after + 2}
