@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from essa_mpi import perturbation, search as search_module
-from essa_mpi.search import CMA, SeparableCMA, eigen, make_search
+from essa_mpi.search import CMA, FastCMA, LimitedCMA, SeparableCMA, choose, eigen, make_search
 
-KINDS = ["cma", "sep"]
+KINDS = ["cma", "fast", "sep", "limited"]
 
 
 def sphere(X):
@@ -33,6 +33,21 @@ def assert_same_state(a, b):
     assert a.keys() == b.keys()
     for key in a:
         assert a[key].tobytes() == b[key].tobytes(), key
+
+
+def factor(search):
+    """A of y = A z, (D, D), from the state."""
+    state = search.state()
+    if "B" in state:
+        return state["B"] * state["d"]
+    if "A" in state:
+        return state["A"]
+    if "C" in state:
+        return np.diag(np.sqrt(state["C"]))
+    A = np.eye(search.dimension)   # LM-MA-ES: a factor a path, the first nearest to z
+    for c, M in list(zip(search.c_d, state["M"]))[:search.generation]:
+        A = (1 - c) * A + c * np.outer(M, M @ A)
+    return A
 
 
 # ---- the oracle: pycma, the reference implementation of the tutorial's author
@@ -247,11 +262,17 @@ def test_separable_is_the_diagonal_of_the_full_matrix():
     ("cma", 10, 10, ellipsoid, 500, 1e-10),
     ("cma", 6, 10, rosenbrock, 500, 1e-10),
     ("cma", 1, 4, sphere, 150, 1e-10),
+    ("fast", 20, 12, sphere, 300, 1e-10),
+    ("fast", 10, 10, ellipsoid, 500, 1e-10),
+    ("fast", 6, 10, rosenbrock, 500, 1e-10),
+    ("fast", 6, 40, rosenbrock, 300, 1e-10),
+    ("fast", 1, 4, sphere, 150, 1e-10),
     ("sep", 20, 12, sphere, 300, 1e-10),
     ("sep", 20, 12, ellipsoid, 450, 1e-10),
     ("sep", 2, 12, rosenbrock, 800, 1e-4),  # a curved valley, which a diagonal follows slowly
     ("sep", 1, 4, sphere, 150, 1e-10),
     ("sep", 100, 16, sphere, 600, 1e-4),
+    ("limited", 100, 16, sphere, 600, 1e-8),
 ])
 def test_converges(kind, dimension, population, objective, generations, goal):
     search = run(make_search(kind, dimension, population, 0.5, seed=1), objective, generations)
@@ -259,14 +280,16 @@ def test_converges(kind, dimension, population, objective, generations, goal):
     np.testing.assert_allclose(search.mean, 1.0, atol=3 * np.sqrt(goal))
 
 
-def test_full_matrix_learns_a_rotation():
+@pytest.mark.parametrize("kind", ["cma", "fast"])
+def test_full_matrix_learns_a_rotation(kind):
     rng = np.random.default_rng(0)
     rotation = np.linalg.qr(rng.standard_normal((8, 8)))[0]
-    search = run(make_search("cma", 8, 10, 0.5, 4), lambda X: ellipsoid(X @ rotation + 1), 500)
+    search = run(make_search(kind, 8, 10, 0.5, 4), lambda X: ellipsoid(X @ rotation + 1), 500)
     np.testing.assert_allclose(search.mean, 0.0, atol=1e-5)
     state = search.state()
     curvature = rotation @ np.diag(10.0 ** (4 * np.arange(8) / 7)) @ rotation.T
-    learnt = np.linalg.eigvals(state["C"] @ curvature).real  # C is about the inverse Hessian
+    C = state["C"] if kind == "cma" else state["A"] @ state["A"].T
+    learnt = np.linalg.eigvals(C @ curvature).real  # C is about the inverse Hessian
     assert learnt.max() / learnt.min() < 30 < 9999 < np.linalg.cond(curvature)
 
 
@@ -313,13 +336,12 @@ def test_candidate_is_a_row_of_ask(kind, dimension, population):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_follow_the_formula(kind):
-    """x = m + sigma B diag(d) z, z regenerated from (seed, generation, candidate)."""
+    """x = m + sigma A z, C = A A^T, z regenerated from (seed, generation, candidate)."""
     search = run(make_search(kind, 12, 8, 0.3, 77), ellipsoid, 30)
-    state = search.state()
-    B, d = (state["B"], state["d"]) if kind == "cma" else (np.eye(12), np.sqrt(state["C"]))
+    A = factor(search)
     for k in range(8):
         z = perturbation.normals(77, 30, k, 12)
-        np.testing.assert_allclose(search.candidate(30, k), search.mean + search.sigma * (B @ (d * z)), rtol=1e-12)
+        np.testing.assert_allclose(search.candidate(30, k), search.mean + search.sigma * (A @ z), rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -404,7 +426,10 @@ def through_bytes(state):
 
 
 @pytest.mark.parametrize("kind, options, stop", [
-    ("cma", {}, 13), ("cma", {"eigen_every": 5}, 13), ("cma", {"eigen_every": 5}, 15), ("sep", {}, 13), ("sep", {}, 0)])
+    ("cma", {}, 13), ("cma", {"eigen_every": 5}, 13), ("cma", {"eigen_every": 5}, 15), ("sep", {}, 13), ("sep", {}, 0),
+    ("fast", {}, 13), ("fast", {}, 0), ("fast", {"active": True, "step_size": "tpa"}, 13),
+    ("limited", {}, 3), ("limited", {}, 25), ("limited", {}, 0), ("cma", {"active": True, "mean_decay": 0.01}, 13),
+    *((kind, {"step_size": "tpa"}, stop) for kind in KINDS for stop in (0, 1, 13))])
 def test_resume_has_the_same_bits(kind, options, stop):
     whole = run(make_search(kind, 40, 10, 0.4, 2**63 + 9, **options), ellipsoid, 30)
     first = run(make_search(kind, 40, 10, 0.4, 2**63 + 9, **options), ellipsoid, stop)
@@ -429,9 +454,10 @@ def test_state_is_plain_arrays(kind):
     assert (make_search(kind, 4, 6, 0.3, 0).mean == 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_digest_sees_every_bit(kind):
-    search = run(make_search(kind, 4, 6, 0.3, 1), sphere, 3)
+@pytest.mark.parametrize("kind, options", [*((kind, {}) for kind in KINDS), ("limited", {"step_size": "tpa"}),
+                                           ("fast", {"active": True, "step_size": "tpa", "mean_decay": 0.1})])
+def test_digest_sees_every_bit(kind, options):
+    search = run(make_search(kind, 4, 6, 0.3, 1, **options), sphere, 3)
     digest = search.digest()
     assert type(digest) is int and -(2**63) <= digest < 2**63
     arguments = search._arguments()
@@ -441,22 +467,25 @@ def test_digest_sees_every_bit(kind):
             view = flipped[key].reshape(-1).view(np.uint8)
             view[bit // 8] ^= 1 << bit % 8
             flipped[key] = view.view(array.dtype).reshape(array.shape)
-            other = make_search(kind, 4, 6, 0.3, 1)
+            other = make_search(kind, 4, 6, 0.3, 1, **options)
             if key in arguments:
                 other._arguments = lambda flipped=flipped, key=key: {**arguments, key: flipped[key]}
                 other._load(search.state())
             else:
-                other._load(flipped)
+                with np.errstate(all="ignore"):   # some flipped numbers are huge
+                    other._load(flipped)
             assert other.digest() != digest, (key, bit)
-    same = make_search(kind, 4, 6, 0.3, 1)
+    same = make_search(kind, 4, 6, 0.3, 1, **options)
     same.load_state(search.state())
     assert same.digest() == digest
 
 
 def test_digests_of_different_searches_differ():
-    searches = [make_search("cma", 4, 6, 0.3, 1), make_search("sep", 4, 6, 0.3, 1), make_search("cma", 4, 6, 0.3, 2),
+    searches = [*(make_search(kind, 4, 6, 0.3, 1) for kind in KINDS), make_search("cma", 4, 6, 0.3, 2),
                 make_search("cma", 4, 7, 0.3, 1), make_search("cma", 4, 6, 0.4, 1),
-                make_search("cma", 4, 6, 0.3, 1, eigen_every=2)]
+                make_search("cma", 4, 6, 0.3, 1, eigen_every=2), make_search("cma", 4, 6, 0.3, 1, active=True),
+                make_search("cma", 4, 6, 0.3, 1, step_size="tpa"), make_search("cma", 4, 6, 0.3, 1, mean_decay=0.1),
+                make_search("cma", 4, 6, 0.3, 1, mean_decay=0.2)]
     assert len({search.digest() for search in searches}) == len(searches)
 
 
@@ -474,7 +503,7 @@ def test_separable_bits_are_the_same_on_every_machine():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change, message", [
-    (lambda s: s.pop("p_c"), "keys"),
+    (lambda s: s.pop("p_sigma"), "keys"),
     (lambda s: s.update(extra=np.zeros(3)), "keys"),
     (lambda s: s.update(mean=np.zeros(5)), "mean"),
     (lambda s: s.update(mean=np.zeros(4, dtype=np.float32)), "mean"),
@@ -495,8 +524,10 @@ def test_load_state_refuses_what_does_not_fit(kind, change, message):
 
 
 def test_load_state_refuses_another_kind():
-    with pytest.raises(ValueError, match="kind"):
-        make_search("sep", 4, 6, 0.3, 1).load_state(make_search("cma", 4, 6, 0.3, 1).state())
+    for kind in KINDS:
+        for other in set(KINDS) - {kind}:
+            with pytest.raises(ValueError, match="kind"):
+                make_search(kind, 4, 6, 0.3, 1).load_state(make_search(other, 4, 6, 0.3, 1).state())
     with pytest.raises(ValueError, match="eigen_every"):
         make_search("cma", 4, 6, 0.3, 1).load_state(make_search("cma", 4, 6, 0.3, 1, eigen_every=2).state())
 
@@ -542,13 +573,14 @@ def test_a_neutral_or_collapsing_search_stays_finite(kind):
         assert 0.5 / search_module.SCALE_RANGE * (1 - 1e-9) <= search.deviations.max()
 
 
-@pytest.mark.parametrize("kind, keys", [("cma", ["p_c", "d"]), ("sep", ["p_c"])])
+@pytest.mark.parametrize("kind, keys", [("cma", ["p_c", "d"]), ("sep", ["p_c"]), ("fast", ["p_c", "A"])])
 def test_moving_scale_between_sigma_and_C_changes_no_bit(kind, keys):
     """The guard of sigma: a search whose sigma has run away by 2^70 is the same search."""
     a = run(make_search(kind, 6, 8, 0.5, 1), ellipsoid, 20)
     state = a.state()
     state["sigma"] = state["sigma"] * 2.0**70
-    state["C"] = state["C"] * 2.0**-140
+    if kind != "fast":
+        state["C"] = state["C"] * 2.0**-140
     for key in keys:
         state[key] = state[key] * 2.0**-70
     b = make_search(kind, 6, 8, 0.5, 1)
@@ -567,6 +599,7 @@ def test_moving_scale_between_sigma_and_C_changes_no_bit(kind, keys):
 @pytest.mark.parametrize("arguments, key, value", [
     (("cmaes", 4, 6, 0.3, 1), "search", "'cmaes'"),
     ((None, 4, 6, 0.3, 1), "search", "None"),
+    (("auto", 0, 6, 0.3, 1), "dimension", "0"),
     (("KIND", 0, 6, 0.3, 1), "dimension", "0"),
     (("KIND", -3, 6, 0.3, 1), "dimension", "-3"),
     (("KIND", 4.5, 6, 0.3, 1), "dimension", "4.5"),
@@ -590,7 +623,10 @@ def test_bad_arguments(kind, arguments, key, value):
 
 
 @pytest.mark.parametrize("kind, options", [
-    ("cma", {"eigen_every": 0}), ("cma", {"eigen_every": 1.5}), ("cma", {"lazy": 1}), ("sep", {"eigen_every": 2})])
+    ("cma", {"eigen_every": 0}), ("cma", {"eigen_every": 1.5}), ("cma", {"lazy": 1}), ("sep", {"eigen_every": 2}),
+    ("fast", {"eigen_every": 2}), ("limited", {"active": True}), ("cma", {"eigen_every": 2, "active": True}),
+    *((kind, {"step_size": value}) for kind in KINDS for value in ("psr", None, True)),
+    *((kind, {"mean_decay": value}) for kind in KINDS for value in (1.0, -0.1, float("nan"), "0.1", None))])
 def test_bad_options(kind, options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} = .*allowed"):
         make_search(kind, 4, 6, 0.3, 1, **options)
@@ -610,5 +646,17 @@ def test_generations_come_in_order(kind):
 
 
 def test_kinds():
-    assert type(make_search("cma", 1, 2, 1, 0)) is CMA
-    assert type(make_search("sep", 1, 2, 1, 0)) is SeparableCMA
+    for kind, expected in [("cma", CMA), ("sep", SeparableCMA), ("fast", FastCMA), ("limited", LimitedCMA)]:
+        assert type(make_search(kind, 1, 2, 1, 0)) is expected
+
+
+def test_auto_takes_the_full_covariance_while_it_is_small():
+    assert choose(1)[0] == choose(8192)[0] == "fast" and choose(8193)[0] == choose(10**7)[0] == "limited"
+    assert choose(8192)[1] == "a full covariance of 512 MiB"
+    assert choose(32768)[1] == "a full covariance would be 8.0 GiB"
+    few = make_search("auto", 5, 6, 0.3, 1, active=True)
+    assert type(few) is FastCMA and few.active
+    many = make_search("auto", 8193, 4, 0.3, 1, step_size="tpa")
+    assert type(many) is LimitedCMA and (many.dimension, many.population, many.step_size) == (8193, 4, "tpa")
+    with pytest.raises(ValueError, match="active = True; allowed options of search = 'limited'"):
+        make_search("auto", 8193, 4, 0.3, 1, active=True)

@@ -18,9 +18,12 @@ class CMA(Search):
     options = (*Search.options, "eigen_every")
 
     def __init__(self, dimension, population, sigma, seed, *, eigen_every=1, **options):
-        """As `Search`; eigen_every >= 1, else ValueError."""
+        """As `Search`; eigen_every >= 1, and 1 with `active`, else ValueError."""
         super().__init__(dimension, population, sigma, seed, **options)
         self.eigen_every = integer("eigen_every", eigen_every, 1)
+        if self.active and self.eigen_every > 1:
+            raise ValueError(f"eigen_every = {eigen_every!r}; allowed with active = True: 1, as negative weights are "
+                             f"scaled by the decomposition and could make C indefinite if it is of another C")
         self._p_c = np.zeros(self.dimension)
         self._C = np.eye(self.dimension)
         self._B = np.eye(self.dimension)
