@@ -152,6 +152,7 @@ def one_run(world, settings, engine, reward, task, split):
         "fitness": [float(g.fitness[np.isfinite(g.fitness)].mean()) for g in done],
         "best": [float(g.fitness.max()) for g in done],
         "spread": [float(g.fitness[np.isfinite(g.fitness)].std()) for g in done],
+        "signal": [g.scores.signal for g in done], "noise": [g.scores.noise for g in done],
         "sigma": [g.sigma for g in done], "tokens": int(sum(g.exchanged.total("tokens") for g in done)),
         "completions": int(sum(g.exchanged.total("completions") for g in done)),
         "seconds": float(sum(g.seconds["total"] for g in done)),

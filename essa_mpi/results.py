@@ -1,14 +1,16 @@
 """`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from . import config as configuration
 from .answers import Answers
 from .config import Config, UserError
 from .files import write_folder, write_json
-from .runfile import RunFolder, load_checkpoint
+from .runfile import RunFolder, load_checkpoint, read_history
 from .spectrum import Spectrum, check_fits
 from .world import World
 
@@ -30,10 +32,17 @@ def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
     known = checkpoint.groups.get("ended", checkpoint.groups.get("answers"))
     if known:
         answers.load_state(known)
-    vectors = answers.vectors(mean)
-    if config.answer not in vectors:
-        raise UserError(f"config: answer = {config.answer!r}: {run} has none yet; there are {', '.join(vectors)}")
-    return spectrum, vectors[config.answer]
+    vectors, answer = answers.vectors(mean), _asked(config, RunFolder.open(run))
+    if answer not in vectors:
+        raise UserError(f"config: answer = {answer!r}: {run} has none yet; there are {', '.join(vectors)}")
+    return spectrum, vectors[answer]
+
+
+def _asked(config: Config, folder: RunFolder) -> str:
+    """`answer` as --set has it, else as the run was last resumed with: its config.toml is what it was started with."""
+    if not folder.history.exists() or config.answer != configuration.load(folder.config).answer:
+        return config.answer
+    return configuration.make(tomllib.loads(read_history(folder.history)[1]["config"])).answer
 
 
 def evaluate_run(world: World, config: Config, run: str, adapter: str | None, json_path: str | None) -> None:

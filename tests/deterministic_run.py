@@ -9,7 +9,7 @@ names of its methods into FILE (JSON). --user-reward: the config's own reward an
 engine that answers with the row's answer; else rewards come from `reward` below. --eval: `eval RUN`, with
 its scores in eval.json, instead of `run`.
 
-Rewards are cut to reward_low and reward_high where the config says them.
+Where the config says reward_low and reward_high a row is worth one or the other.
 
 A fault is {"kind": ..., "rank": r or absent for all, "generation": g, ...}:
     raise, raise_user, exit, interrupt   in the scorer: RuntimeError, UserError, SystemExit, KeyboardInterrupt
@@ -51,6 +51,12 @@ def reward(vector, row, index: int) -> float:
     x = [0.0] if vector is None else [float(v) for v in vector]
     distance = math.fsum((v - target) * (v - target) for v in x) / len(x)
     return (1 / 3 - distance) / 7 * 10.0 ** (word % 5 - 2) + index / 11
+
+
+def right_or_wrong(vector, row, low: float, high: float) -> float:
+    """One of two rewards: candidates differ so much in them that a race has somebody to drop."""
+    word = int.from_bytes(hashlib.blake2b(row.prompt.encode(), digest_size=4).digest(), "little")
+    return high if vector is not None and vector[0] > (word % 5 - 2) / 10 else low
 
 
 class Faults:
@@ -105,7 +111,7 @@ class DeterministicScorer:
                 row = arm.split[index]
                 value = reward(arm.vector, row, index)
                 if self._config.reward_low < self._config.reward_high:
-                    value = min(max(value, self._config.reward_low), self._config.reward_high)
+                    value = right_or_wrong(arm.vector, row, self._config.reward_low, self._config.reward_high)
                 for fault in nan:
                     if index in fault.get("rows", [index]) and tile.arm in fault.get("candidates", [tile.arm]):
                         value = float(fault.get("value", "nan"))
