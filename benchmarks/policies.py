@@ -48,6 +48,12 @@ POLICIES = {
     "sigma 0.4": {"sigma": 0.4},
     "sigma 1.2": {"sigma": 1.2},
     "mean decay .05": {"mean_decay": 0.05},
+    "mirrored": {"mirrored": True},
+    "centered": {"recombination": "centered"},
+    "mirrored centered": {"mirrored": True, "recombination": "centered"},
+    "mirrored centered tpa": {"mirrored": True, "recombination": "centered", "step_size": "tpa"},
+    "mirrored centered 48 x 16": {"mirrored": True, "recombination": "centered", "population": 48, "batch": 16},
+    "tpa, sigma 1.2": {"step_size": "tpa", "sigma": 1.2},
 }
 
 
