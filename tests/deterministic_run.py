@@ -217,7 +217,11 @@ def write_run(folder: Path, **keys) -> Path:
 
 
 def write_config(path: Path, table: dict) -> Path:
-    path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items()))
+    def toml(value):
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + "}"
+        return json.dumps(value)
+    path.write_text("".join(f"{k} = {toml(v)}\n" for k, v in table.items()))
     return path
 
 

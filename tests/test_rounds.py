@@ -107,33 +107,33 @@ def drawn(kind, population, batch, low, high, rng):
     return np.where(rng.random(rewards.shape) < gaps, np.nan, rewards)
 
 
-@pytest.mark.parametrize("search", ["sep", "cma", "fast"])
 @pytest.mark.parametrize("kind, low, high", [("binary", 0.0, 1.0), ("real", 0.0, 1.0), ("real", -7.3, 0.1), ("ties", 0.1, 0.7),
                                              ("mixed", -1.0, 1.0)])
-def test_a_race_changes_no_bit_of_the_search(search, kind, low, high):
-    """Of random rewards, populations, batches and rounds, over some generations, against a search that is told
+def test_a_race_changes_no_bit_of_the_search(kind, low, high):
+    """Of random rewards, populations, batches and rounds, over some generations, against searches that are told
     the exact mean over all rows; a missing score is reward_low in both."""
-    rng, saved = np.random.default_rng([len(search), len(kind), int(10 * high)]), 0
-    for trial in range(40):
-        population, batch = int(rng.choice([2, 3, 5, 7, 12, 20])), int(rng.integers(8, 25))
-        rounds, ranks = int(rng.integers(2, 9)), int(rng.choice([1, 2, 3, 30]))
+    rng, saved = np.random.default_rng([len(kind), int(10 * high)]), 0
+    for trial in range(14):
+        population, batch = int(rng.choice([2, 3, 5, 7, 12])), int(rng.integers(8, 19))
+        rounds, ranks = 2 + trial % 7, int(rng.choice([1, 2, 5]))
         config = settings(population=population, batch=batch, racing=rounds, reward_low=low, reward_high=high, reward="m:f")
-        raced, plain = (make_search(search, 4, population, 0.3, trial) for _ in range(2))
-        for generation in range(4):
+        pairs = [[make_search(search, 4, population, 0.3, trial) for _ in range(2)] for search in ("sep", "cma", "fast")]
+        for generation in range(3):
             rewards = drawn(kind, population, batch, low, high, rng)
             if np.isnan(rewards).all():
                 rewards[0, 0] = high
-            found, world, _ = scored(config, rewards, raced.mu, ranks)
+            found, world, _ = scored(config, rewards, pairs[0][0].mu, ranks)
             expected = np.array(plain_fitness(rewards, low))
             assert world.exchanges == rounds
             kept = found.told > -math.inf
             assert (found.told[kept] == expected[kept]).all()       # what stays is scored on all rows
             saved += found.rows_saved
-            raced.tell(generation, found.told)
-            plain.tell(generation, expected)
-            one, other = raced.state(), plain.state()
-            assert all(one[key].tobytes() == other[key].tobytes() for key in other), (trial, generation)
-            assert raced.digest() == plain.digest()
+            for raced, plain in pairs:
+                raced.tell(generation, found.told)
+                plain.tell(generation, expected)
+                one, other = raced.state(), plain.state()
+                assert all(one[key].tobytes() == other[key].tobytes() for key in other), (trial, generation)
+                assert raced.digest() == plain.digest()
     assert saved > 0
 
 
@@ -272,6 +272,8 @@ def test_both_scores_weigh_by_their_rows_once_the_rows_own_difficulty_is_out():
     assert found.fitness.tolist() == [0.25, 1.0, 0.5, 0.75, 0.0, 0.5]      # neither got one right: the shift is all
     assert found.changed_ranks == 0.0
     assert found.batch == 4
+    found, _, _ = scored(settings(population=6, batch=4, reevaluate=2), np.hstack([FIRST, second[:, :2]]), 3, further=(4, 5))
+    assert found.fitness.tolist() == [0.25, 1.0, 1 / 3, 0.75, 0.0, 2 / 3]      # to 0 and to 1: the shift is none
 
 
 def test_candidates_without_a_score_stay_without_one():
@@ -292,8 +294,8 @@ def test_changed_ranks_is_0_for_one_order_and_1_for_independent_ones():
     assert scored(config, np.hstack([values, values / 3 - 1]), 4, further=(1,))[0].changed_ranks == 0.0
     assert scored(config, np.hstack([values, -values]), 4, further=(1,))[0].changed_ranks == 4 / (63 / 24)
     ratios = [scored(config, np.stack([rng.permutation(8), rng.permutation(8)], 1), 4, further=(1,))[0].changed_ranks
-              for _ in range(600)]
-    assert np.mean(ratios) == pytest.approx(1.0, abs=0.05)
+              for _ in range(300)]
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.06)
 
 
 # -- any number of ranks ---------------------------------------------------------------------------
@@ -306,11 +308,11 @@ def bits(found):
 @pytest.mark.parametrize("keys", [{}, dict(racing=4, reward="m:f", **LIMITS), dict(reevaluate=4)], ids=str)
 def test_scores_are_the_same_on_any_number_of_ranks(keys):
     rng = np.random.default_rng(3)
-    for _ in range(10):
+    for _ in range(4):
         rewards = drawn("real", 7, 14, 0.0, 1.0, rng)
         further = range(7, 14) if "reevaluate" in keys else ()
         alone = bits(scored(settings(batch=7, **keys), rewards, 3, 1, further)[0])
-        for ranks in (2, 3, 4, 5, 19, 60):
+        for ranks in (2, 3, 4, 19):
             assert bits(scored(settings(batch=7, **keys), rewards, 3, ranks, further)[0]) == alone
 
 
@@ -352,7 +354,7 @@ def test_ranks_go_through_the_rounds_together(keys, gathers):
 @pytest.mark.parametrize("search", ["sep", "cma", "fast"])
 def test_an_evolution_with_races_is_the_one_without(search):
     saved = 0
-    for seed in range(5):
+    for seed in range(2):
         plain, without = evolved(Together(), search=search, seed=seed, **BOUNDED)
         for rounds in (2, 3, 5):
             raced, generations = evolved(Together(2), search=search, seed=seed, racing=rounds, **BOUNDED)
@@ -373,20 +375,40 @@ def people_of(rewards):
     return people
 
 
-@pytest.mark.parametrize("signal, noise, batch, racing", [(0.5, 1.0, 16, 0), (0.1, 1.0, 24, 0), (1.0, 0.3, 8, 0), (0.5, 1.0, 16, 4)])
-def test_signal_and_noise_are_what_the_rewards_were_made_of(signal, noise, batch, racing):
-    """True fitness of that deviation, rows of that noise about it and of any difficulty. A race sees the first
-    part of the rows only, and tells the noise of the mean over all."""
+def people_of_many(rewards):
+    """The same in bulk, of rewards of at least 2^-12 in size: times 2^64 they are integers."""
+    people = []
+    for row in rewards.tolist():
+        fixed = [int(value * 2.0**64) for value in row]
+        people.append(ArmScore(sum(fixed), 0, len(row), 0, sum(fixed[1::2]), len(row) // 2, 0))
+    return people
+
+
+@pytest.mark.parametrize("signal, noise, batch", [(0.5, 1.0, 16), (0.1, 1.0, 24), (1.0, 0.3, 8), (0.0, 1.0, 100)])
+def test_signal_and_noise_are_what_the_rewards_were_made_of(signal, noise, batch):
+    """True fitness of that deviation, rows of that noise about it and of any difficulty."""
     rng, found = np.random.default_rng(batch), []
-    config = settings(population=24, batch=batch, racing=racing, reward="m:f", reward_low=-1e3, reward_high=1e3)
-    for _ in range(150):
-        rewards = (rng.normal(0, signal, (24, 1)) + rng.normal(0, 3.0, batch) + rng.normal(0, noise, (24, batch)))
-        scores, _, _ = scored(config, rewards, 12)
-        found.append((scores.signal, scores.noise))
+    for _ in range(500):
+        rewards = rng.normal(0, signal, (24, 1)) + rng.normal(50, 3.0, batch) + rng.normal(0, noise, (24, batch))
+        found.append(spread(people_of_many(rewards), 0.0))
     true, error = np.mean(np.square(found), axis=0)
     assert error == pytest.approx(noise**2 / batch, rel=0.04)
-    # Where the signal is far below the noise its estimate is cut at 0 too often to be right on average.
-    assert true == pytest.approx(signal**2, rel=0.06 if signal > noise / batch**0.5 else 1.0)
+    if signal > noise / batch**0.5:     # below the noise its square is cut at 0 too often to be right on average
+        assert true == pytest.approx(signal**2, rel=0.05)
+    else:
+        assert true < noise**2 / batch
+
+
+def test_a_race_tells_the_noise_of_all_rows_from_its_first():
+    rewards = np.random.default_rng(0).random((7, 16))
+    bulk, one_by_one = people_of_many(rewards + 1), people_of(rewards + 1)
+    assert [(p.total, p.odd_total, p.rows, p.odd_rows) for p in bulk] == [
+        (p.total, p.odd_total, p.rows, p.odd_rows) for p in one_by_one]
+    found, _, _ = scored(settings(batch=16, racing=4), rewards, 3)
+    signal, noise = spread(people_of(rewards[:, :4]), 0.0)
+    assert found.signal == signal > 0 and found.noise == pytest.approx(noise / 2)
+    plain, _, _ = scored(settings(batch=16), rewards, 3)
+    assert (plain.signal, plain.noise) == spread(people_of(rewards), 0.0)
 
 
 def test_how_hard_the_rows_are_drops_out():
