@@ -202,8 +202,9 @@ def _check_together(c: Config) -> None:
         if reward_bounds(c) is None:
             raise UserError(f"config: racing = {c.racing}: needs the least and largest reward {c.reward!r} can give, which "
                             f"decide who cannot win any more: set reward_low and reward_high")
-        for key, value in (("active", c.active), ("step_size", c.step_size == "tpa"), ("reevaluate", c.reevaluate > 0), ("recombination", c.recombination == "centered")):
-            if value:
+        for key, clashes in (("active", c.active), ("step_size", c.step_size == "tpa"), ("reevaluate", c.reevaluate > 0),
+                             ("recombination", c.recombination == "centered")):
+            if clashes:
                 raise UserError(f"config: racing = {c.racing}: not with {key} = {getattr(c, key)!r}, which needs the "
                                 f"scores of the candidates a race drops; turn one of them off")
     if c.reevaluate > c.population:

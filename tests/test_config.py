@@ -37,6 +37,8 @@ BOUNDS = dict(reward_low=-1.0, reward_high=2)
     (dict(racing=2, active=True), "racing = 2: not with active = True, which needs the scores of the candidates a race drops; "
      "turn one of them off", dict(active=False)),
     (dict(racing=2, step_size="tpa"), "racing = 2: not with step_size = 'tpa', which needs", dict(step_size="csa")),
+    (dict(racing=2, recombination="centered"), "racing = 2: not with recombination = 'centered', which needs",
+     dict(recombination="log")),
     (dict(racing=2, reevaluate=3), "racing = 2: not with reevaluate = 3, which needs", dict(racing=0)),
     (dict(reevaluate=11), "reevaluate = 11: must be at most population = 10", dict(reevaluate=10)),
     (dict(answer="validated"), "answer = 'validated': nothing is validated; set validation_every and validation rows",
@@ -53,7 +55,8 @@ def test_keys_that_do_not_go_together(keys, says, mended):
 
 @pytest.mark.parametrize("keys, key", [
     (dict(rows="all"), "rows"), (dict(answer="best"), "answer"), (dict(offsets="log"), "offsets"), (dict(search="cmaes"), "search"),
-    (dict(step_size="psa"), "step_size"), (dict(mean_decay=0.6), "mean_decay"), (dict(batch_growth=0.9), "batch_growth"),
+    (dict(step_size="psa"), "step_size"), (dict(recombination="equal"), "recombination"), (dict(mean_rate=0.0), "mean_rate"),
+    (dict(mean_decay=0.6), "mean_decay"), (dict(batch_growth=0.9), "batch_growth"),
     (dict(racing=65), "racing"), (dict(reevaluate=-1), "reevaluate"), (dict(active=1), "active")])
 def test_values_out_of_their_range(keys, key):
     value = keys[key]
@@ -70,6 +73,7 @@ def test_the_bounds_of_rewards():
 
 
 NEW = dict(offsets="exp", offset_scale={"A": 0.5, "v_proj": 2}, search="fast", active=True, step_size="tpa", mean_decay=0.01,
+           mirrored=True, recombination="centered", mean_rate=0.5,
            rows="pool", pool_rows=30, pool_turnover=4, batch_growth=1.5, batch_max=40, reward_low=-1.0, reward_high=2.0,
            reevaluate=3)
 

@@ -118,6 +118,7 @@ def test_a_race_changes_no_bit_of_the_search(kind, low, high):
         rounds, ranks = 2 + trial % 7, int(rng.choice([1, 2, 5]))
         config = settings(population=population, batch=batch, racing=rounds, reward_low=low, reward_high=high, reward="m:f")
         pairs = [[make_search(search, 4, population, 0.3, trial) for _ in range(2)] for search in ("sep", "cma", "fast")]
+        pairs += [[make_search("sep", 4, population, 0.3, trial, mirrored=True, mean_decay=0.1, mean_rate=0.5) for _ in range(2)]]
         for generation in range(3):
             rewards = drawn(kind, population, batch, low, high, rng)
             if np.isnan(rewards).all():
@@ -496,19 +497,21 @@ def test_no_advice_on_a_healthy_or_later_generation():
 # -- what of the config reaches the search -----------------------------------------------------------
 
 def test_the_searchs_options_reach_it():
-    for keys in (dict(mean_decay=0.05), dict(active=True), dict(step_size="tpa"), {}):
+    defaults = dict(mean_decay=0.0, active=False, step_size="csa", mirrored=False, recombination="log", mean_rate=1.0)
+    for keys in (dict(mean_decay=0.05), dict(active=True), dict(step_size="tpa"), dict(mirrored=True),
+                 dict(recombination="centered"), dict(mean_rate=0.5), {}):
         for kind in ("sep", "cma", "fast"):
             search = new_search(settings(search=kind, population=9, sigma=0.7, seed=5, **keys), 6)
-            assert (search.mean_decay, search.active, search.step_size) == (
-                keys.get("mean_decay", 0.0), keys.get("active", False), keys.get("step_size", "csa"))
+            assert {key: getattr(search, key) for key in defaults} == {**defaults, **keys}
             assert (search.dimension, search.population, search.sigma, search.seed) == (6, 9, 0.7, 5)
     told = {}
-    for name, keys in (("plain", {}), ("decay", dict(mean_decay=0.5)), ("active", dict(active=True)), ("tpa", dict(step_size="tpa"))):
+    for name, keys in (("plain", {}), ("decay", dict(mean_decay=0.5)), ("active", dict(active=True)), ("tpa", dict(step_size="tpa")),
+                       ("mirrored", dict(mirrored=True)), ("centered", dict(recombination="centered")), ("rate", dict(mean_rate=0.5))):
         search = new_search(settings(search="sep", population=9, **keys), 6)
         for generation in range(3):
             search.tell(generation, np.random.default_rng(generation).random(9))
         told[name] = search.mean.tobytes(), search.sigma, search.deviations.tobytes()
-    assert len(set(told.values())) == 4
+    assert len(set(told.values())) == len(told)
 
 
 def test_an_end_without_any_score_names_the_generation():
