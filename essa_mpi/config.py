@@ -48,9 +48,6 @@ class Config:
     search: str = _key("cma", one_of=("auto", "fast", "sep", "limited", "cma"))  # auto: by D; cma: the textbook, slow above D = 1000
     active: bool = _key(False)              # negative weights for the worse half
     step_size: str = _key("csa", one_of=("csa", "tpa"))  # how sigma adapts: cumulative, or by two points
-    mirrored: bool = _key(False)            # every second candidate is the one before mirrored at the mean
-    recombination: str = _key("log", one_of=("log", "centered"))  # the mean's weights: of the better half, or centered ranks of all
-    mean_rate: float = _key(1.0, low=0.0, open_low=True)  # c_m, a factor on the mean's step
     mean_decay: float = _key(0.0, low=0.0, high=0.5)  # share by which the mean returns to the warm start a generation
 
     # Which rows of the train split a generation is scored on.
@@ -202,8 +199,7 @@ def _check_together(c: Config) -> None:
         if reward_bounds(c) is None:
             raise UserError(f"config: racing = {c.racing}: needs the least and largest reward {c.reward!r} can give, which "
                             f"decide who cannot win any more: set reward_low and reward_high")
-        for key, clashes in (("active", c.active), ("step_size", c.step_size == "tpa"), ("reevaluate", c.reevaluate > 0),
-                             ("recombination", c.recombination == "centered")):
+        for key, clashes in (("active", c.active), ("step_size", c.step_size == "tpa"), ("reevaluate", c.reevaluate > 0)):
             if clashes:
                 raise UserError(f"config: racing = {c.racing}: not with {key} = {getattr(c, key)!r}, which needs the "
                                 f"scores of the candidates a race drops; turn one of them off")

@@ -10,7 +10,7 @@ from .config import Config, UserError
 from .rounds import Round, Scores, score_generation
 from .rows import Rows
 from .scoring import Arm
-from .search import OPTIONS, make_search
+from .search import make_search
 from .world import Busy, Exchanged, World
 
 
@@ -122,7 +122,6 @@ class Stopwatch:
 
 def new_search(config: Config, dimension: int):
     """The search that `config` asks for, over `dimension` singular values."""
-    options = {key: getattr(config, key) for key in OPTIONS}
-    if not config.active:
-        options.pop("active")       # "limited" has none
-    return make_search(config.search, dimension, config.population, config.sigma, config.seed, **options)
+    options = {"active": config.active, "step_size": config.step_size, "mean_decay": config.mean_decay}
+    return make_search(config.search, dimension, config.population, config.sigma, config.seed,
+                       **{key: value for key, value in options.items() if value})

@@ -10,15 +10,16 @@ from essa_mpi.config import check_resumable, reward_bounds
 
 
 def make(**keys):
-    return configuration.make({"name": "t", "model": "m", "adapter": "a", "task": "t.jsonl", "population": 10, "batch": 20,
-                               **keys})
+    return configuration.make({"name": "t", "model": "m", "adapter": "a", "task": "t.jsonl", "population": 10,
+                               "batch": 20, **keys})
 
 
 BOUNDS = dict(reward_low=-1.0, reward_high=2)
 
 
 @pytest.mark.parametrize("keys, says, mended", [
-    (dict(offset_scale={"gate_proj": 2.0}), "offset_scale = {gate_proj = 2.0}: its keys must be of q_proj, k_proj, v_proj, "
+    (dict(offset_scale={"gate_proj": 2.0}),
+     "offset_scale = {gate_proj = 2.0}: its keys must be of q_proj, k_proj, v_proj, "
      "o_proj, A, B and its values numbers above 0", dict(offset_scale={"q_proj": 2.0, "A": 1})),
     (dict(offset_scale={"A": 0}), "offset_scale = {A = 0}: ", dict(offset_scale={"A": 1e-9})),
     (dict(offset_scale={"A": -1.0}), "offset_scale = {A = -1.0}: ", {}),
@@ -31,21 +32,24 @@ BOUNDS = dict(reward_low=-1.0, reward_high=2)
     (dict(reward_low=1.0, reward_high=0.5), "reward_low = 1: must be at most reward_high = 0.5", dict(reward_low=0.5)),
     (dict(racing=1), "racing = 1: a race has at least 2 rounds; set 0 for none", dict(racing=2)),
     (dict(racing=21), "racing = 21: must be at most batch = 20, a row a round", dict(racing=20)),
-    (dict(racing=2, reward="m:f"), "racing = 2: needs the least and largest reward 'm:f' can give, which decide who cannot win "
+    (dict(racing=2, reward="m:f"),
+     "racing = 2: needs the least and largest reward 'm:f' can give, which decide who cannot win "
      "any more: set reward_low and reward_high", dict(BOUNDS)),
-    (dict(racing=2, reward="m:f", reward_low=1.0, reward_high=1.0), "racing = 2: needs the least and largest", dict(BOUNDS)),
-    (dict(racing=2, active=True), "racing = 2: not with active = True, which needs the scores of the candidates a race drops; "
+    (dict(racing=2, reward="m:f", reward_low=1.0, reward_high=1.0), "racing = 2: needs the least and largest",
+     dict(BOUNDS)),
+    (dict(racing=2, active=True),
+     "racing = 2: not with active = True, which needs the scores of the candidates a race drops; "
      "turn one of them off", dict(active=False)),
     (dict(racing=2, step_size="tpa"), "racing = 2: not with step_size = 'tpa', which needs", dict(step_size="csa")),
-    (dict(racing=2, recombination="centered"), "racing = 2: not with recombination = 'centered', which needs",
-     dict(recombination="log")),
     (dict(racing=2, reevaluate=3), "racing = 2: not with reevaluate = 3, which needs", dict(racing=0)),
     (dict(reevaluate=11), "reevaluate = 11: must be at most population = 10", dict(reevaluate=10)),
     (dict(answer="validated"), "answer = 'validated': nothing is validated; set validation_every and validation rows",
      dict(validation_every=1)),
-    (dict(step_size="tpa", population=3), "population = 3: step_size = 'tpa' needs at least 4, two of which try the step size",
+    (dict(step_size="tpa", population=3),
+     "population = 3: step_size = 'tpa' needs at least 4, two of which try the step size",
      dict(population=4)),
-    (dict(active=True, search="limited"), "active = true: search = 'limited' has no negative weights; set active = false or "
+    (dict(active=True, search="limited"),
+     "active = true: search = 'limited' has no negative weights; set active = false or "
      "another search", dict(search="fast")),
 ], ids=lambda x: str(x)[:60])
 def test_keys_that_do_not_go_together(keys, says, mended):
@@ -54,8 +58,10 @@ def test_keys_that_do_not_go_together(keys, says, mended):
 
 
 @pytest.mark.parametrize("keys, key", [
-    (dict(rows="all"), "rows"), (dict(answer="best"), "answer"), (dict(offsets="log"), "offsets"), (dict(search="cmaes"), "search"),
-    (dict(step_size="psa"), "step_size"), (dict(recombination="equal"), "recombination"), (dict(mean_rate=0.0), "mean_rate"),
+    (dict(rows="all"), "rows"), (dict(answer="best"), "answer"), (dict(offsets="log"), "offsets"),
+    (dict(search="cmaes"), "search"),
+    (dict(step_size="psa"), "step_size"), (dict(recombination="equal"), "recombination"),
+    (dict(mean_rate=0.0), "mean_rate"),
     (dict(mean_decay=0.6), "mean_decay"), (dict(batch_growth=0.9), "batch_growth"),
     (dict(racing=65), "racing"), (dict(reevaluate=-1), "reevaluate"), (dict(active=1), "active")])
 def test_values_out_of_their_range(keys, key):
@@ -72,8 +78,8 @@ def test_the_bounds_of_rewards():
     assert reward_bounds(make(reward="m:f", **BOUNDS)) == (-1.0, 2.0)
 
 
-NEW = dict(offsets="exp", offset_scale={"A": 0.5, "v_proj": 2}, search="fast", active=True, step_size="tpa", mean_decay=0.01,
-           mirrored=True, recombination="centered", mean_rate=0.5,
+NEW = dict(offsets="exp", offset_scale={"A": 0.5, "v_proj": 2}, search="fast", active=True, step_size="tpa",
+           mean_decay=0.01,
            rows="pool", pool_rows=30, pool_turnover=4, batch_growth=1.5, batch_max=40, reward_low=-1.0, reward_high=2.0,
            reevaluate=3)
 

@@ -17,7 +17,6 @@ from .limited import LimitedCMA
 KINDS = {"cma": CMA, "fast": FastCMA, "sep": SeparableCMA, "limited": LimitedCMA}
 
 
-OPTIONS = Search.options
 FULL_UP_TO = 8192   # D up to which `auto` takes the full covariance: its factor is half a GiB there
 
 
@@ -33,7 +32,7 @@ def make_search(kind, dimension, population, sigma, seed, **options):
 
     kind: "cma" (full covariance, the textbook), "fast" (the same covariance by a factor of it), "sep"
     (diagonal), "limited" (LM-MA-ES) or "auto" (see `choose`). dimension >= 1, population >= 2, finite sigma > 0, 0 <= seed < 2^64.
-    options: those of `Search` ("limited" has no `active`), `eigen_every` for "cma".
+    options: `active`, `step_size`, `mean_decay` (see `Search`), `eigen_every` for "cma".
     Raises ValueError naming key, value and what is allowed.
     """
     if kind == "auto":

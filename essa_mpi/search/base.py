@@ -12,7 +12,7 @@ import numpy as np
 
 from essa_mpi import perturbation
 
-from .exact import exp, finite_or_worst, integer, log, norm, power, ranking, shared_by_ties, weighted_sum
+from .exact import exp, finite_or_worst, integer, log, norm, power, ranking, weighted_sum
 
 # Guards. Healthy runs seldom meet them; all are functions of the state alone.
 CONDITION_MAX = 1e14      # eigenvalues of C are kept above the largest / this
@@ -21,7 +21,6 @@ SIGMA_BITS = 64           # sigma stays within sigma_0 2^-64 and sigma_0 2^64; C
 LOG_SIGMA_STEP_MAX = 1.0  # sigma grows at most e-fold a generation
 
 STEP_SIZES = ("csa", "tpa")
-RECOMBINATIONS = ("log", "centered")
 TPA_MEMORY = 0.3          # pycma's c: the share of the newest comparison in the smoothed one
 _HASHED = 1 << 20         # bytes up to which an array of the state is hashed as it is
 
@@ -34,11 +33,9 @@ class Search:
     `_variances` (C's diagonal) and its own arrays of the state.
     """
 
-    # Keyword arguments beyond the common four.
-    options = ("active", "step_size", "mean_decay", "mirrored", "recombination", "mean_rate")
+    options = ("active", "step_size", "mean_decay")  # keyword arguments beyond the common four
 
-    def __init__(self, dimension, population, sigma, seed, *, active=False, step_size="csa", mean_decay=0.0,
-                 mirrored=False, recombination="log", mean_rate=1.0):
+    def __init__(self, dimension, population, sigma, seed, *, active=False, step_size="csa", mean_decay=0.0):
         """dimension D >= 1, population >= 2, finite sigma > 0, 0 <= seed < 2^64; else ValueError.
 
         active: candidates below the mu best get negative weights in C (tutorial, 2016).
@@ -48,11 +45,6 @@ class Search:
         population >= 4.
         mean_decay: after each update the mean shrinks towards 0, the warm start, by this share (an
         anchor against forgetting, as the weight decay of arXiv 2605.30148); 0 <= mean_decay < 1.
-        mirrored: candidate 2 i + 1 lies opposite candidate 2 i (Brockhoff et al., PPSN XI (2010)).
-        recombination: of the mean. "log", the tutorial's weights of the mu best; "centered", weights
-        linear in the rank over all candidates, ties sharing theirs, so that mirror images that do
-        equally well cancel (centered ranks: Salimans et al., arXiv 1703.03864).
-        mean_rate: c_m (42, 54), by which the mean's step is scaled; a number > 0.
         """
         self.dimension = n = integer("dimension", dimension, 1)
         self.population = integer("population", population, 2)
@@ -66,12 +58,7 @@ class Search:
                              f"candidates are spent on the step size")
         if not isinstance(mean_decay, numbers.Real) or not 0.0 <= mean_decay < 1.0:
             raise ValueError(f"mean_decay = {mean_decay!r}; allowed: a number >= 0 and < 1")
-        if recombination not in RECOMBINATIONS:
-            raise ValueError(f"recombination = {recombination!r}; allowed: {', '.join(map(repr, RECOMBINATIONS))}")
-        if not isinstance(mean_rate, numbers.Real) or not 0.0 < mean_rate < math.inf:
-            raise ValueError(f"mean_rate = {mean_rate!r}; allowed: a finite number > 0")
         self.active, self.step_size, self.mean_decay = bool(active), step_size, float(mean_decay)
-        self.mirrored, self.recombination, self.mean_rate = bool(mirrored), recombination, float(mean_rate)
         self._sigma_0 = float(sigma)
 
         # Table 1 of the tutorial. w'_i = ln((lambda + 1)/2) - ln i; the mu positive ones, scaled to sum to 1.
@@ -80,9 +67,6 @@ class Search:
         positive, negative = raw[:self.mu], [w for w in raw[self.mu:] if w < 0]
         self.weights = np.array(positive) / math.fsum(positive)  # (53)
         self.mu_eff = mu_eff = 1.0 / math.fsum(self.weights**2)  # (8)
-        # Centered: from 1 to -1 over the ranks, scaled so that the positive half sums to 1.
-        ranks = (self.population - 1) / 2 - np.arange(self.population)
-        self.centered_weights = ranks / math.fsum(ranks[ranks > 0])
         self.c_sigma = (mu_eff + 2) / (n + mu_eff + 5)  # (55)
         self.d_sigma = 1 + 2 * max(0.0, math.sqrt((mu_eff - 1) / (n + 1)) - 1) + self.c_sigma  # (55)
         self.c_c = (4 + mu_eff / n) / (n + 4 + 2 * mu_eff / n)  # (56)
@@ -164,19 +148,14 @@ class Search:
         fitness = finite_or_worst(fitness, self.population)
         order = ranking(fitness)
         best = order[:self.mu]
-        if self.recombination == "log":
-            chosen, weights, mu_eff = best, self.weights, self.mu_eff
-        else:
-            chosen, weights = np.arange(self.population), shared_by_ties(self.centered_weights, order, fitness)
-            mu_eff = 1.0 / max(math.fsum(weights**2), 1e-300)
-        y_w = weighted_sum(weights, Y[chosen])  # (41)
-        z_w = weighted_sum(weights, Z[chosen])
+        y_w = weighted_sum(self.weights, Y[best])  # (41)
+        z_w = weighted_sum(self.weights, Z[best])
 
-        self._mean = (1 - self.mean_decay) * (self._mean + self.mean_rate * self._sigma * y_w)  # (42)
+        self._mean = (1 - self.mean_decay) * (self._mean + self._sigma * y_w)  # (42), c_m = 1 (54)
 
         # Step-size control.
         c_sigma, c_c, c_1, c_mu = self.c_sigma, self.c_c, self.c_1, self.c_mu
-        step = math.sqrt(c_sigma * (2 - c_sigma) * mu_eff)
+        step = math.sqrt(c_sigma * (2 - c_sigma) * self.mu_eff)
         self._p_sigma = (1 - c_sigma) * self._p_sigma + step * self._isotropic(z_w)  # (43)
         length = norm(self._p_sigma)
         log_step = self._two_points(fitness) if self.step_size == "tpa" else self._log_step(length)
@@ -185,7 +164,7 @@ class Search:
         # Covariance matrix adaptation. h_sigma (tutorial, appendix A) stalls the path while sigma grows fast.
         start = 1 - power(1 - c_sigma, 2 * (self._generation + 1))
         h_sigma = 1.0 if length / math.sqrt(start) < (1.4 + 2 / (self.dimension + 1)) * self.chi_n else 0.0
-        self._accumulate(1 - c_c, h_sigma * math.sqrt(c_c * (2 - c_c) * mu_eff), z_w, y_w)  # (45)
+        self._accumulate(1 - c_c, h_sigma * math.sqrt(c_c * (2 - c_c) * self.mu_eff), z_w, y_w)  # (45)
         delta = (1 - h_sigma) * c_c * (2 - c_c)
         worst = order[self.population - len(self.negative_weights):]
         chosen = np.concatenate([best, worst])
@@ -260,8 +239,6 @@ class Search:
         if self._asked is not None:
             return self._asked[:2]
         Z = perturbation.population_normals(self.seed, generation, range(self.population), self.dimension)
-        if self.mirrored:
-            Z[1::2] = -Z[:-1:2]
         if self.step_size == "tpa":
             ahead = self._whiten(self._shift)
             length = norm(ahead)
@@ -328,12 +305,6 @@ class Search:
         }
         if self.active:
             given["active"] = np.array(1, dtype=np.int64)
-        if self.mirrored:
-            given["mirrored"] = np.array(1, dtype=np.int64)
-        if self.recombination == "centered":
-            given["centered"] = np.array(1, dtype=np.int64)
-        if self.mean_rate != 1.0:
-            given["mean_rate"] = np.array(self.mean_rate)
         if self.mean_decay:
             given["mean_decay"] = np.array(self.mean_decay)
         return given

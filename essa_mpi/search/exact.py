@@ -53,19 +53,6 @@ def ranking(fitness):
     return np.argsort(-fitness, kind="stable")
 
 
-def shared_by_ties(weights, order, fitness):
-    """The weight of each candidate: weights by rank, best first; candidates of equal fitness share theirs."""
-    shared = np.empty(len(order))
-    begin = 0
-    while begin < len(order):
-        end = begin + 1
-        while end < len(order) and fitness[order[end]] == fitness[order[begin]]:
-            end += 1
-        shared[order[begin:end]] = math.fsum(weights[begin:end]) / (end - begin)
-        begin = end
-    return shared
-
-
 def integer(key, value, low, high=None):
     """`value` as an int within its bounds, else ValueError."""
     try:

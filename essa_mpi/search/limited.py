@@ -15,7 +15,7 @@ from .exact import log
 class LimitedCMA(Search):
     """LM-MA-ES. State: the paths M, (m, D)."""
 
-    options = tuple(name for name in Search.options if name != "active")  # its paths know no negative weights
+    options = ("step_size", "mean_decay")  # its paths know no negative weights
 
     def __init__(self, dimension, population, sigma, seed, **options):
         """As `Search`."""
