@@ -4,7 +4,7 @@
 
 Every policy scores the same number of completions a generation (but `growing`, the same over the run). First the screening: each policy
 with two seeds, judged on the VALIDATION rows. Then the final: the screening's best policy and the
-quickstart's own settings with five fresh seeds, judged on test rows that nothing was chosen by, row by
+baseline with five fresh seeds, judged on test rows that nothing was chosen by, row by
 row, so that the differences are paired. Each run is a line of the results file: started again, the
 command goes on where it stopped, and `--table` only prints what is there.
 
@@ -27,8 +27,10 @@ from . import record
 CONFIG = "jobs/quickstart.toml"
 RESULTS = "benchmarks/results/policies.jsonl"
 SCREENING, FINAL = (201, 202), (301, 302, 303, 304, 305)
-BASELINE = "quickstart"
-# name -> what differs from the baseline, jobs/quickstart.toml with population 24 x 32 rows and sigma 0.8
+BASELINE = "baseline"
+# The baseline; all else as in jobs/quickstart.toml.
+SETTINGS = {"search": "sep", "offsets": "relative", "population": 24, "batch": 32, "rows": "fresh", "sigma": 0.8}
+# name -> what differs from the baseline
 POLICIES = {
     BASELINE: {},
     "sigma 0.4": {"sigma": 0.4},
@@ -77,7 +79,7 @@ def main() -> None:
 
 
 def run(name: str, seed: int, generations: int, split: str) -> dict:
-    return {"policy": name, "changes": POLICIES[name], "seed": seed, "generations": generations, "split": split}
+    return {"policy": name, "settings": {**SETTINGS, **POLICIES[name]}, "seed": seed, "generations": generations, "split": split}
 
 
 def read(results: str) -> list[dict]:
@@ -87,7 +89,7 @@ def read(results: str) -> list[dict]:
 
 def start(runs: list[dict], results: str) -> None:
     """Do those of `runs` that the results file does not have, with one engine a rank for all of them."""
-    have = [{key: row[key] for key in run("quickstart", 0, 0, "")} for row in read(results)]
+    have = [{key: row[key] for key in run(BASELINE, 0, 0, "")} for row in read(results)]
     runs = [one for one in runs if one not in have]
     if not runs:
         return
@@ -118,7 +120,7 @@ def do_runs(world, base, runs, results):
     spectrum = Spectrum.load(base.adapter, base.alpha)
     engine, reward, task = Engine(base, spectrum), load_reward(base), load_task(base)
     for one in runs:
-        settings = dataclasses.replace(base, seed=one["seed"], generations=one["generations"], **one["changes"])
+        settings = dataclasses.replace(base, seed=one["seed"], generations=one["generations"], **one["settings"])
         # The engine holds U and V, the same for all; what a search vector means is the spectrum's affair.
         engine._spectrum = Spectrum.load(settings.adapter, settings.alpha, settings.offsets, settings.offset_scale)
         row, means = one_run(world, settings, engine, reward, task, one["split"])
@@ -135,6 +137,7 @@ def do_runs(world, base, runs, results):
 
 def one_run(world, settings, engine, reward, task, split):
     """(the run in numbers, the mean after each generation (generations, D))."""
+    from essa_mpi.answers import Answers
     from essa_mpi.evolve import evolve, new_search
     from essa_mpi.scoring import Scorer
     scorer, search = Scorer(engine, reward, settings), new_search(settings, engine._spectrum.dimension)
@@ -144,13 +147,11 @@ def one_run(world, settings, engine, reward, task, split):
         done.append(generation)
         means.append(search.mean)
 
-    from essa_mpi.answers import Answers
-    evolve(settings, world, task, scorer, search, Answers(search.dimension), 0, note)
-    averaged = means[0]
-    for mean in means[1:]:
-        averaged = 0.8 * averaged + 0.2 * mean
-    arms = {"half way": means[len(means) // 2 - 1], "final mean": means[-1], "averaged mean": averaged}
-    rows = task.validation if split == "validation" else task.heldout[:1000]
+    answers, rows = Answers(search.dimension), task.validation
+    if split == "test":     # the final also asks which answer to hand over, so its means are validated as they go
+        settings, rows = dataclasses.replace(settings, validation_every=4), task.heldout[:1000]
+    evolve(settings, world, dataclasses.replace(task, validation=task.validation[:200]), scorer, search, answers, 0, note)
+    arms = {"half way": means[len(means) // 2 - 1], **answers.vectors(search.mean)}
     return {
         "fitness": [float(g.fitness[np.isfinite(g.fitness)].mean()) for g in done],
         "best": [float(g.fitness.max()) for g in done],
@@ -159,6 +160,7 @@ def one_run(world, settings, engine, reward, task, split):
         "sigma": [g.sigma for g in done], "tokens": int(sum(g.exchanged.total("tokens") for g in done)),
         "completions": int(sum(g.exchanged.total("completions") for g in done)),
         "seconds": float(sum(g.seconds["total"] for g in done)),
+        "rows_saved": sum(g.scores.rows_saved for g in done),
         "right": {name: right(world, scorer, vector, rows) for name, vector in arms.items()},
     }, np.array(means)
 
@@ -170,7 +172,7 @@ def right(world, scorer, vector, rows) -> list[float]:
     arms = [Arm("row", vector, rows, np.array([i])) for i in range(len(rows))]
     scores, busy, _ = scorer.score(arms, world.share([1] * len(rows)), EVALUATION)
     result = world.exchange([1] * len(rows), scores, 0, busy)
-    return [arm.mean(result.worst) for arm in result.arms]
+    return [round(arm.mean(result.worst), 3) for arm in result.arms]
 
 
 # -- what came out --------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ def of(rows, policy, split):
     return sorted((row for row in rows if row["policy"] == policy and row["split"] == split), key=lambda r: r["seed"])
 
 
-def accuracy(row, answer="final mean") -> float:
+def accuracy(row, answer="final") -> float:
     return float(np.mean(row["right"][answer]))
 
 
@@ -208,30 +210,38 @@ def table(rows, split):
         mine = of(rows, name, split)
         if not mine:
             continue
-        answers = {answer: [accuracy(row, answer) for row in mine] for answer in mine[0]["right"]}
+        answers = {answer: [accuracy(row, answer) for row in mine if answer in row["right"]]
+                   for answer in dict.fromkeys(answer for row in mine for answer in row["right"])}
         pairs = [(row, base[row["seed"]]) for row in mine if row["seed"] in base and name != BASELINE]
         gains = [accuracy(a) - accuracy(b) for a, b in pairs]
-        by_row = np.mean([np.subtract(a["right"]["final mean"], b["right"]["final mean"]) for a, b in pairs], axis=0) \
+        by_row = np.mean([np.subtract(a["right"]["final"], b["right"]["final"]) for a, b in pairs], axis=0) \
             if pairs else np.zeros(0)
         found.append({
-            "policy": name, "split": split, "changes": mine[0]["changes"], "seeds": [row["seed"] for row in mine],
-            "generations": mine[0]["generations"], "rows": len(mine[0]["right"]["final mean"]),
+            "policy": name, "split": split, "settings": mine[0]["settings"], "seeds": [row["seed"] for row in mine],
+            "generations": mine[0]["generations"], "rows": len(mine[0]["right"]["final"]),
             "completions": float(np.mean([row["completions"] for row in mine])),
             "tokens": float(np.mean([row["tokens"] for row in mine])), "accuracy": answers,
             "minus_baseline": float(np.mean(gains)) if gains else None,
             "stderr_over_seeds": error(gains), "stderr_over_rows": error(by_row)})
-    found.sort(key=lambda row: -np.mean(row["accuracy"]["final mean"]))
+    found.sort(key=lambda row: -np.mean(row["accuracy"]["final"]))
+    answers = ("final", "half way", "averaged", "validated", "candidate")
     if found:
-        print(f"\n{split} rows; accuracy of the final mean (least seed), half way, averaged mean; minus the baseline, paired")
+        print(f"\n{split} rows; accuracy of the final mean (its worst seed), of the mean half way and of the other answers; "
+              f"final minus the baseline's, paired\n  {'':<20} seeds x generations  tokens "
+              + "".join(f"{answer:>10}" for answer in answers))
     for row in found:
-        a = row["accuracy"]
         gain = ("" if row["minus_baseline"] is None else
-                f"  {100 * row['minus_baseline']:+5.1f} points (se {100 * (row['stderr_over_seeds'] or np.nan):.1f} over seeds, "
-                f"{100 * (row['stderr_over_rows'] or np.nan):.1f} over rows)")
-        print(f"  {row['policy']:<20} {len(row['seeds'])} seeds x {row['generations']} generations  "
-              f"{np.mean(a['final mean']):.3f} ({min(a['final mean']):.3f})  {np.mean(a['half way']):.3f}  "
-              f"{np.mean(a['averaged mean']):.3f}  {row['tokens'] / 1e3:.0f}k tokens{gain}")
+                f"  {100 * row['minus_baseline']:+5.1f} points, se {points(row['stderr_over_seeds'])} over seeds, "
+                f"{points(row['stderr_over_rows'])} over rows")
+        worst = min(row["accuracy"]["final"])
+        print(f"  {row['policy']:<20} {len(row['seeds'])} x {row['generations']:<17} {row['tokens'] / 1e3:4.0f}k  "
+              + "".join(f"{np.mean(row['accuracy'][a]):>10.3f}" if a in row["accuracy"] else f"{'':>10}" for a in answers)
+              + f"  ({worst:.3f}){gain}")
     return found
+
+
+def points(value) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
 
 
 def error(values) -> float | None:
