@@ -69,7 +69,7 @@ def _together(a: Exchanged, b: Exchanged) -> Exchanged:
     header = {name: a.header[name] + b.header[name] for name in a.header}
     header["digest"] = b.header["digest"]
     return Exchanged(a.arms, min(a.worst, b.worst), header, a.bytes_sent + b.bytes_sent, a.wait + b.wait,
-                     a.seconds + b.seconds, a.count + b.count)
+                     a.seconds + b.seconds, a.wait_mean + b.wait_mean, a.count + b.count)
 
 
 def score_generation(config: Config, rounds: Round, candidates: list[Arm], others: list[Arm], mu: int,
@@ -155,8 +155,8 @@ def spread(people: list[ArmScore], worst: float) -> tuple[float, float]:
     """(signal, noise): standard deviations, over the candidates, of their true fitness and of its error.
 
     From the two halves of the batch: what a candidate gains on both is its own, so the covariance of the
-    halves is the signal's variance, and a quarter of the variance of their difference is the noise of
-    the mean. How hard the rows are is in all candidates alike and drops out. nan with fewer than 3
+    halves is the signal's variance, and the variance of their difference, times n1 n2 / (n1 + n2)^2 of
+    their rows (a quarter), that of the mean's noise. How hard the rows are is in all candidates alike and drops out. nan with fewer than 3
     candidates or 2 rows.
     """
     halves = np.array([[arm.half(odd).mean(worst) for odd in (False, True)] for arm in people])
@@ -165,4 +165,5 @@ def spread(people: list[ArmScore], worst: float) -> tuple[float, float]:
         return float("nan"), float("nan")
     first, second = halves.T
     covariance = float(np.cov(first, second)[0, 1])
-    return max(covariance, 0.0) ** 0.5, float(np.var(first - second, ddof=1) / 4) ** 0.5
+    n1, n2 = (people[0].half(odd).rows + people[0].half(odd).missing for odd in (False, True))
+    return max(covariance, 0.0) ** 0.5, float(np.var(first - second, ddof=1) * n1 * n2 / (n1 + n2) ** 2) ** 0.5

@@ -6,6 +6,7 @@ and a fixed number of words for each tile of candidates x rows the rank scored,
 padded to the largest share. Its size depends on neither the model nor the rewards.
 """
 
+import math
 import os
 import sys
 import threading
@@ -32,7 +33,7 @@ TILE_WORDS = 11
 
 def to_fixed(value: float) -> int:
     """A float64 as an integer multiple of 2^-64, rounded to nearest, ties to even."""
-    return round(Fraction(value) * (1 << FRACTION_BITS))
+    return round(math.ldexp(value, FRACTION_BITS))    # ldexp is exact
 
 
 def square(fixed: int) -> int:
@@ -141,12 +142,8 @@ class Exchanged:
     bytes_sent: int              # by one rank
     wait: float = 0.0            # seconds this rank waited for the slowest
     seconds: float = 0.0         # seconds in the all-gather, the wait taken out
+    wait_mean: float = 0.0       # seconds the ranks waited, their mean
     count: int = 1               # all-gathers
-
-    @property
-    def wait_mean(self) -> float:
-        """Seconds the ranks waited for the slowest, their mean."""
-        return float(self.header["busy_ns"].max() - self.header["busy_ns"].mean()) / 1e9
 
     def total(self, name: str) -> int:
         return int(self.header[name].sum())
@@ -317,9 +314,10 @@ class World:
                     (hi << 64) + _unsigned(lo), (hi2 << 64) + _unsigned(lo2), rows, missing,
                     (hi_odd << 64) + _unsigned(lo_odd), rows_odd, missing_odd))
                 worst = min(worst, float(np.int64(least).view(np.float64)))
-        slowest = float(header["busy_ns"].max() - header["busy_ns"][self.rank]) / 1e9
-        wait = min(slowest, elapsed)
-        return Exchanged(arms, worst if np.isfinite(worst) else 0.0, header, send.nbytes, wait, elapsed - wait)
+        busy_ns = header["busy_ns"]
+        wait = min(float(busy_ns.max() - busy_ns[self.rank]) / 1e9, elapsed)
+        return Exchanged(arms, worst if np.isfinite(worst) else 0.0, header, send.nbytes, wait, elapsed - wait,
+                         float(busy_ns.max() - busy_ns.mean()) / 1e9)
 
     def _check_digests(self, digests: np.ndarray) -> None:
         """Raise DigestError naming each digest with its ranks, hosts and CPU models if they differ."""
