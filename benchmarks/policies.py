@@ -178,8 +178,8 @@ def right(world, scorer, vector, rows) -> list[float]:
 # -- what came out --------------------------------------------------------------------------------
 
 def winner(rows: list[dict]) -> str:
-    """The policy with the best mean accuracy of its final mean on the validation rows."""
-    return max((name for name in POLICIES if of(rows, name, "validation")),
+    """The policy with the best mean accuracy of its final mean on the validation rows, of those with all seeds."""
+    return max((name for name in POLICIES if len(of(rows, name, "validation")) >= len(SCREENING)),
                key=lambda name: np.mean([accuracy(row) for row in of(rows, name, "validation")]))
 
 

@@ -132,7 +132,7 @@ def timed(step) -> float:
 
 def _ours(kind, dimension, population):
     from essa_mpi.search import make_search
-    warm = make_search(kind, 64, 8, 0.5, 1)     # so that the libraries' first call is nobody's
+    warm = make_search(kind, min(dimension, 1024), population, 0.5, 1)   # so that the libraries' first calls are nobody's
     warm.tell(0, -warm.ask(0)[:, 0])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     search = make_search(kind, dimension, population, 0.5, 1)
