@@ -45,7 +45,7 @@ class Config:
     alpha: float = _key(1.0, low=0.0, high=1.0, open_low=True)  # share of singular values searched
     offsets: str = _key("relative", one_of=("relative", "exp", "projection", "absolute"))  # d = s x; s (e^x - 1); mean(s) x; x (the paper's wording)
     offset_scale: dict = _key({})           # further factors on x, e.g. {v_proj = 0.5, B = 2.0}: projections, factors A and B
-    search: str = _key("cma", one_of=("auto", "fast", "sep", "limited", "cma"))  # auto: by D; cma: the textbook, slow above D = 1000
+    search: str = _key("auto", one_of=("auto", "fast", "sep", "limited", "cma"))  # auto: by D; cma: the textbook, slow above D = 1000
     active: bool = _key(False)              # negative weights for the worse half
     step_size: str = _key("csa", one_of=("csa", "tpa"))  # how sigma adapts: cumulative, or by two points
     mean_decay: float = _key(0.0, low=0.0, high=0.5)  # share by which the mean returns to the warm start a generation
