@@ -33,26 +33,17 @@ SETTINGS = {"search": "sep", "offsets": "relative", "population": 24, "batch": 3
 # name -> what differs from the baseline
 POLICIES = {
     BASELINE: {},
-    "sigma 0.4": {"sigma": 0.4},
     "sigma 1.2": {"sigma": 1.2},
     "sigma 1.6": {"sigma": 1.6},
-    "sigma 1.2, 48 x 16": {"sigma": 1.2, "population": 48, "batch": 16},
-    "sigma 1.2, tpa": {"sigma": 1.2, "step_size": "tpa"},
     "sigma 1.2, fast": {"sigma": 1.2, "search": "fast"},
-    "sigma 1.2, growing": {"sigma": 1.2, "rows": "growing", "batch": 18, "batch_growth": 1.07, "batch_max": 50},
+    "sigma 1.2, tpa": {"sigma": 1.2, "step_size": "tpa"},
+    "sigma 1.2, 48 x 16": {"sigma": 1.2, "population": 48, "batch": 16},
+    "sigma 1.2, pool of 256": {"sigma": 1.2, "rows": "pool", "pool_rows": 256},
     "sigma 1.2, racing": {"sigma": 1.2, "racing": 4},
     "96 x 8": {"population": 96, "batch": 8},
-    "48 x 16": {"population": 48, "batch": 16},
-    "fast": {"search": "fast"},
-    "limited": {"search": "limited"},
     "tpa": {"step_size": "tpa"},
     "exp": {"offsets": "exp"},
-    "projection": {"offsets": "projection"},
     "absolute": {"offsets": "absolute", "sigma": 0.3},
-    "pool of 256": {"rows": "pool", "pool_rows": 256},
-    "pool, 8 new rows": {"rows": "pool", "pool_rows": 3000, "pool_turnover": 8},
-    "growing 18 to 50": {"rows": "growing", "batch": 18, "batch_growth": 1.07, "batch_max": 50},
-    "mean decay .05": {"mean_decay": 0.05},
 }
 
 
@@ -75,7 +66,7 @@ def main() -> None:
             best = winner(read(options.results))
             start([run(name, seed, 24, "test") for seed in FINAL for name in dict.fromkeys((BASELINE, best))],
                   options.results)
-    report(read(options.results), options.json)
+    report(read(options.results), options.json, Path(options.results).with_suffix(".txt"))
 
 
 def run(name: str, seed: int, generations: int, split: str) -> dict:
@@ -191,10 +182,14 @@ def accuracy(row, answer="final") -> float:
     return float(np.mean(row["right"][answer]))
 
 
-def report(rows: list[dict], path: str | None) -> None:
-    tables = {}
+def report(rows: list[dict], path: str | None, text: Path) -> None:
+    """Print the tables and keep them beside the results."""
+    tables, lines = {}, []
     for split in ("validation", "test"):
-        tables[split] = table(rows, split)
+        tables[split], said = table(rows, split)
+        lines += said
+    print("\n".join(lines))
+    text.write_text("\n".join(lines) + "\n")
     ratios = {}
     if len(tables["test"]) > 1:
         ratios = {"winner_minus_baseline_points": 100 * tables["test"][0]["minus_baseline"]}
@@ -203,7 +198,7 @@ def report(rows: list[dict], path: str | None) -> None:
 
 
 def table(rows, split):
-    """Prints a split's table and returns its rows, the best first."""
+    """A split's rows, the best first, and as lines of text."""
     base = {row["seed"]: row for row in of(rows, BASELINE, split)}
     found = []
     for name in POLICIES:
@@ -225,8 +220,9 @@ def table(rows, split):
             "stderr_over_seeds": error(gains), "stderr_over_rows": error(by_row)})
     found.sort(key=lambda row: -np.mean(row["accuracy"]["final"]))
     answers = ("final", "half way", "averaged", "validated", "candidate")
+    lines = []
     if found:
-        print(f"\n{split} rows; accuracy of the final mean (its worst seed), of the mean half way and of the other answers; "
+        lines.append(f"{split} rows; accuracy of the final mean (its worst seed), of the mean half way and of the other answers; "
               f"final minus the baseline's, paired\n  {'':<20} seeds x generations  tokens "
               + "".join(f"{answer:>10}" for answer in answers))
     for row in found:
@@ -234,10 +230,10 @@ def table(rows, split):
                 f"  {100 * row['minus_baseline']:+5.1f} points, se {points(row['stderr_over_seeds'])} over seeds, "
                 f"{points(row['stderr_over_rows'])} over rows")
         worst = min(row["accuracy"]["final"])
-        print(f"  {row['policy']:<20} {len(row['seeds'])} x {row['generations']:<17} {row['tokens'] / 1e3:4.0f}k  "
+        lines.append(f"  {row['policy']:<20} {len(row['seeds'])} x {row['generations']:<17} {row['tokens'] / 1e3:4.0f}k  "
               + "".join(f"{np.mean(row['accuracy'][a]):>10.3f}" if a in row["accuracy"] else f"{'':>10}" for a in answers)
               + f"  ({worst:.3f}){gain}")
-    return found
+    return found, lines
 
 
 def points(value) -> str:
