@@ -39,6 +39,8 @@ POLICIES = {
     "sigma 1.2, tpa": {"sigma": 1.2, "step_size": "tpa"},
     "sigma 1.2, 48 x 16": {"sigma": 1.2, "population": 48, "batch": 16},
     "sigma 1.2, pool of 256": {"sigma": 1.2, "rows": "pool", "pool_rows": 256},
+    "sigma 1.2, alpha 0.5": {"sigma": 1.2, "alpha": 0.5},
+    "sigma 1.2, exp": {"sigma": 1.2, "offsets": "exp"},
     "sigma 1.2, racing": {"sigma": 1.2, "racing": 4},
     "96 x 8": {"population": 96, "batch": 8},
     "tpa": {"step_size": "tpa"},
