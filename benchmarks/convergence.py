@@ -8,11 +8,11 @@ Population 4 + floor(3 ln D), start at 0, optimum at 1, sigma 0.5, the same nega
     D = 40, 15 seeds    sphere, ellipsoid (condition 1e6) and Rosenbrock to 1e-8; noisy sphere to 1e-6
     D = 480, 5 seeds    sphere and noisy sphere to 1e-4
 
-The noisy sphere is f (1 + 4/D N(0, 1)), noise of twice the size of the progress of a step whatever the
-distance. What must reach the target is the noise-free value of the distribution's mean, looked at after
-every generation. A run that misses it within its budget counts as the budget. Printed: the ratio of mean
-evaluations, ours over pycma's, and its 95 % interval (bootstrap over the seeds of both). Beside them, our own
-kinds and rules against `fast` with CSA. Some 20 minutes on two cores.
+The noisy sphere is f (1 + 4/D N(0, 1)): as strong, beside the distance, wherever the search is. What must reach
+the target is the noise-free value of the distribution's mean, looked at after every generation. A run that
+misses it within its budget counts as the budget. Printed: the ratio of mean evaluations, ours over pycma's, and
+its 95 % interval (bootstrap over the seeds of both). Beside them, our own kinds and rules against `fast` with
+CSA.
 """
 
 import argparse

@@ -43,9 +43,10 @@ class Config:
     batch: int = _key(100, low=1)           # rows a generation, the same for every candidate
     sigma: float = _key(0.5, low=0.0, open_low=True)  # not in the paper; measured, for relative offsets
     alpha: float = _key(1.0, low=0.0, high=1.0, open_low=True)  # share of singular values searched
-    offsets: str = _key("relative", one_of=("relative", "exp", "projection", "absolute"))  # d = s x; s (e^x - 1); mean(s) x; x (the paper's wording)
-    offset_scale: dict = _key({})           # further factors on x, e.g. {v_proj = 0.5, B = 2.0}: projections, factors A and B
-    search: str = _key("auto", one_of=("auto", "fast", "sep", "limited", "cma"))  # auto: by D; cma: the textbook, slow above D = 1000
+    # What x adds to a singular value s: s x; s (e^x - 1); mean(s) x; x (the paper's wording).
+    offsets: str = _key("relative", one_of=("relative", "exp", "projection", "absolute"))
+    offset_scale: dict = _key({})           # factors on x by projection or factor, e.g. {v_proj = 0.5, B = 2.0}
+    search: str = _key("auto", one_of=("auto", "fast", "sep", "limited", "cma"))  # auto: by D; cma: the textbook, slow
     active: bool = _key(False)              # negative weights for the worse half
     step_size: str = _key("csa", one_of=("csa", "tpa"))  # how sigma adapts: cumulative, or by two points
     mean_decay: float = _key(0.0, low=0.0, high=0.5)  # share by which the mean returns to the warm start a generation
@@ -58,7 +59,7 @@ class Config:
     batch_max: int = _key(0, low=0)         # growing: and its limit (0 = half the train split)
 
     # Noise (off by default; each costs all-gathers beyond the generation's one).
-    racing: int = _key(0, low=0, high=64)   # rounds in which a batch is scored, hopeless candidates dropped after each; 0 = off
+    racing: int = _key(0, low=0, high=64)   # rounds of scoring, the hopeless dropped after each; 0 = off
     reward_low: float = _key(0.0)           # racing: the least and the largest reward there can be; equal = unknown
     reward_high: float = _key(0.0)          # (exact, boxed, math and reasoning_gym need neither: 0 and 1)
     reevaluate: int = _key(0, low=0)        # candidates about the selection's edge that are scored on further rows

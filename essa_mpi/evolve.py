@@ -10,7 +10,7 @@ from .config import Config, UserError
 from .rounds import Round, Scores, score_generation
 from .rows import Rows
 from .scoring import Arm
-from .search import make_search
+from .search import choose, make_search
 from .world import Busy, Exchanged, World
 
 
@@ -121,7 +121,10 @@ class Stopwatch:
 
 
 def new_search(config: Config, dimension: int):
-    """The search that `config` asks for, over `dimension` singular values."""
+    """The search that `config` asks for, over `dimension` singular values. Raises UserError."""
+    if config.active and config.search == "auto" and choose(dimension)[0] == "limited":
+        raise UserError(f"config: active = true: search = 'auto' takes 'limited' for D = {dimension}, which has no negative "
+                        f"weights; set active = false, or search = 'fast' or 'sep'")
     options = {"active": config.active, "step_size": config.step_size, "mean_decay": config.mean_decay}
     return make_search(config.search, dimension, config.population, config.sigma, config.seed,
                        **{key: value for key, value in options.items() if value})

@@ -22,6 +22,7 @@ import numpy as np
 
 from .config import Config, reward_bounds
 from .scoring import Arm
+from .search.exact import ranking
 from .world import ArmScore, Busy, Exchanged, World, to_fixed
 
 
@@ -126,7 +127,7 @@ def _can_still_win(people, running, mu, left, low, high) -> list[int]:
 
 def _reevaluate(config, rounds, candidates, scores: Scores, mu, further) -> None:
     """Score the candidates about rank mu again; their fitness becomes the mean over all their rows."""
-    order = np.argsort(-np.where(np.isfinite(scores.fitness), scores.fitness, -np.inf), kind="stable")
+    order = ranking(scores.fitness)
     begin = min(max(0, mu - (config.reevaluate + 1) // 2), len(candidates) - config.reevaluate)
     again = sorted(order[begin:begin + config.reevaluate].tolist())
     arms = [Arm(candidates[k].name, candidates[k].vector, candidates[k].split, further) for k in again]
@@ -146,7 +147,7 @@ def _reevaluate(config, rounds, candidates, scores: Scores, mu, further) -> None
     scores.told = scores.fitness.copy()
     count = int(both.sum())
     if count > 1:
-        ranks = [np.argsort(np.argsort(-values[both], kind="stable"), kind="stable") for values in (old, new)]
+        ranks = [np.argsort(ranking(values[both])) for values in (old, new)]
         # Two independent orders of n differ by (n^2 - 1) / (3 n) a rank on average.
         scores.changed_ranks = float(np.abs(ranks[0] - ranks[1]).mean() / ((count**2 - 1) / (3 * count)))
 
@@ -156,8 +157,8 @@ def spread(people: list[ArmScore], worst: float) -> tuple[float, float]:
 
     From the two halves of the batch: what a candidate gains on both is its own, so the covariance of the
     halves is the signal's variance, and the variance of their difference, times n1 n2 / (n1 + n2)^2 of
-    their rows (a quarter), that of the mean's noise. How hard the rows are is in all candidates alike and drops out. nan with fewer than 3
-    candidates or 2 rows.
+    their rows (a quarter), that of the mean's noise. How hard the rows are is in all candidates alike and
+    drops out. nan with fewer than 3 candidates or 2 rows.
     """
     halves = np.array([[arm.half(odd).mean(worst) for odd in (False, True)] for arm in people])
     halves = halves[np.isfinite(halves).all(axis=1)]

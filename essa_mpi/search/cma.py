@@ -6,7 +6,31 @@ from .base import CONDITION_MAX, Search
 from .exact import integer, weighted_sum
 
 
-class CMA(Search):
+class _Explicit(Search):
+    """What the two share: C itself and the path p_c, both in the coordinates of y."""
+
+    def __init__(self, dimension, population, sigma, seed, **options):
+        super().__init__(dimension, population, sigma, seed, **options)
+        self._p_c = np.zeros(self.dimension)
+
+    def _accumulate(self, keep, gain, z_w, y_w):
+        self._p_c = keep * self._p_c + gain * y_w
+
+    def _rescale(self, shift):
+        self._p_c = np.ldexp(self._p_c, shift)
+        self._shift = np.ldexp(self._shift, shift)
+        self._C = np.ldexp(self._C, 2 * shift)
+
+    def _arrays(self):
+        return {**super()._arrays(), "p_c": self._p_c, "C": self._C}
+
+    def _load(self, arrays):
+        super()._load(arrays)
+        self._p_c = arrays["p_c"]
+        self._C = arrays["C"]
+
+
+class CMA(_Explicit):
     """Full covariance: C is (D, D), O(D^2) memory, O(D^3) a decomposition.
 
     eigen_every: C = B diag(d^2) B^T is decomposed whenever the number of
@@ -24,7 +48,6 @@ class CMA(Search):
         if self.active and self.eigen_every > 1:
             raise ValueError(f"eigen_every = {eigen_every!r}; allowed with active = True: 1, as negative weights are "
                              f"scaled by the decomposition and could make C indefinite if it is of another C")
-        self._p_c = np.zeros(self.dimension)
         self._C = np.eye(self.dimension)
         self._B = np.eye(self.dimension)
         self._d = np.ones(self.dimension)
@@ -38,9 +61,6 @@ class CMA(Search):
 
     def _isotropic(self, z_w):
         return self._B @ z_w  # C^(-1/2) y_w = B diag(1/d) B^T B diag(d) z_w
-
-    def _accumulate(self, keep, gain, z_w, y_w):
-        self._p_c = keep * self._p_c + gain * y_w
 
     def _learn(self, decay, weights, Z, Y):
         Y = np.sqrt(np.abs(weights))[:, None] * Y
@@ -59,9 +79,7 @@ class CMA(Search):
         return self._C.diagonal()
 
     def _rescale(self, shift):
-        self._p_c = np.ldexp(self._p_c, shift)
-        self._shift = np.ldexp(self._shift, shift)
-        self._C = np.ldexp(self._C, 2 * shift)
+        super()._rescale(shift)
         self._d = np.ldexp(self._d, shift)
 
     def _arguments(self):
@@ -70,8 +88,6 @@ class CMA(Search):
     def _arrays(self):
         return {
             **super()._arrays(),
-            "p_c": self._p_c,
-            "C": self._C,
             "B": self._B,
             "d": self._d,
             "eigen_generation": np.array(self._eigen_generation, dtype=np.int64),
@@ -79,14 +95,12 @@ class CMA(Search):
 
     def _load(self, arrays):
         super()._load(arrays)
-        self._p_c = arrays["p_c"]
-        self._C = arrays["C"]
         self._B = arrays["B"]
         self._d = arrays["d"]
         self._eigen_generation = int(arrays["eigen_generation"])
 
 
-class SeparableCMA(Search):
+class SeparableCMA(_Explicit):
     """Diagonal covariance: C is (D,), all O(D). sep-CMA-ES, Ros & Hansen, PPSN X (2008).
 
     A diagonal has D instead of D (D + 1)/2 entries to learn, so c_1 and c_mu
@@ -98,7 +112,6 @@ class SeparableCMA(Search):
     def __init__(self, dimension, population, sigma, seed, **options):
         """As `Search`."""
         super().__init__(dimension, population, sigma, seed, **options)
-        self._p_c = np.zeros(self.dimension)
         self._C = np.ones(self.dimension)
 
     def _set_rates(self):
@@ -115,9 +128,6 @@ class SeparableCMA(Search):
     def _isotropic(self, z_w):
         return z_w
 
-    def _accumulate(self, keep, gain, z_w, y_w):
-        self._p_c = keep * self._p_c + gain * y_w
-
     def _learn(self, decay, weights, Z, Y):
         self._C = decay * self._C + self.c_1 * self._p_c**2 + self.c_mu * weighted_sum(weights, Y**2)
 
@@ -126,19 +136,6 @@ class SeparableCMA(Search):
 
     def _variances(self):
         return self._C
-
-    def _rescale(self, shift):
-        self._p_c = np.ldexp(self._p_c, shift)
-        self._shift = np.ldexp(self._shift, shift)
-        self._C = np.ldexp(self._C, 2 * shift)
-
-    def _arrays(self):
-        return {**super()._arrays(), "p_c": self._p_c, "C": self._C}
-
-    def _load(self, arrays):
-        super()._load(arrays)
-        self._p_c = arrays["p_c"]
-        self._C = arrays["C"]
 
 
 def eigen(C):

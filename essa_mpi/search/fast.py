@@ -66,12 +66,15 @@ class FastCMA(Search):
 
     def _update_A(self, keep, W, V):
         """A = keep A + W V, W (D, k), V (k, D); some rows at a time, so that A passes the caches once."""
-        rows = 1 + BLOCK // self.dimension
-        for at in range(0, self.dimension, rows):
-            block = self._A[at:at + rows]
+        for rows in self._blocks():
+            block = self._A[rows]
             block *= keep
-            block += W[at:at + rows] @ V
-            self._row_norms[at:at + rows] = np.einsum("ij,ij->i", block, block)
+            block += W[rows] @ V
+            self._row_norms[rows] = np.einsum("ij,ij->i", block, block)
+
+    def _blocks(self):
+        rows = 1 + BLOCK // self.dimension
+        return [slice(at, at + rows) for at in range(0, self.dimension, rows)]
 
     def _variances(self):
         return self._row_norms
@@ -87,9 +90,8 @@ class FastCMA(Search):
     def _load(self, arrays):
         super()._load(arrays)
         self._p_c, self._q, self._A = arrays["p_c"], arrays["q"], arrays["A"]
-        rows = 1 + BLOCK // self.dimension
-        self._row_norms = np.concatenate([np.einsum("ij,ij->i", block, block) for at in
-                                          range(0, self.dimension, rows) for block in [self._A[at:at + rows]]])
+        for rows in self._blocks():
+            self._row_norms[rows] = np.einsum("ij,ij->i", self._A[rows], self._A[rows])
 
 
 def root_update(gram, sign, a):
