@@ -34,8 +34,26 @@ class Config:
     model: str = _key()                     # a Hugging Face model folder
     adapter: str = _key()                   # a peft LoRA adapter folder: the warm start (`sft` writes it)
     task: str = _key()                      # a reasoning-gym generator, or a JSONL file of the rows to evolve on
-    reward: str = _key("exact")             # exact | boxed | math | reasoning_gym | package.module:function
+    reward: str = _key("exact")             # see "How completions are judged"
     seed: int = _key(0, low=0, high=2**63 - 1)
+
+    # How completions are judged. reward: exact | boxed | math | format | reasoning_gym | ifeval | code | model |
+    # http://... (a server, asked as OpenRLHF asks one) | package.module:function | file.py:function.
+    rewards: dict = _key({})                # instead of `reward`: several, name -> weight
+    reward_style: str = _key("auto", one_of=("auto", "trl", "verl", "openrlhf"))  # how a function is called; auto: by its parameters
+    reward_seconds: float = _key(60.0, low=0.0, open_low=True)  # wall time a row may take; longer: missing, and counted
+    math_answer: str = _key("any", one_of=("any", "boxed", "hash", "last"))  # where: as math-verify finds it; boxed; after ####; the last number
+    math_lenient: bool = _key(False)        # math-verify's strict = False: variables, sets and tuples compared loosely
+    gym_strict: bool = _key(False)          # reasoning_gym: 1 for a full score, else 0
+    format_pattern: str = _key("")          # format: a regular expression for the whole completion
+    ifeval_score: str = _key("strict", one_of=("strict", "loose", "partial_strict", "partial_loose"))
+    ifeval_nltk_data: str = _key("")        # ifeval: a folder with tokenizers/punkt_tab ("" = where NLTK looks)
+    allow_code: bool = _key(False)          # code: run what the model writes
+    code_seconds: float = _key(10.0, low=0.0, open_low=True)  # code: CPU time of a program's tests; twice that of wall time
+    code_gib: float = _key(2.0, low=0.1)    # code: memory of a program
+    reward_model: str = _key("")            # model: the folder of a sequence classifier
+    reward_device: str = _key("")           # model: where it runs ("" = a GPU if torch sees one)
+    reward_trust_code: bool = _key(False)   # model: run code that comes with it
 
     # The search (paper, Table 7: population 96, batch 100, alpha 1.0 are its defaults).
     generations: int = _key(50, low=0)
@@ -61,7 +79,7 @@ class Config:
     # Noise (off by default; each costs all-gathers beyond the generation's one).
     racing: int = _key(0, low=0, high=64)   # rounds of scoring, the hopeless dropped after each; 0 = off
     reward_low: float = _key(0.0)           # racing: the least and the largest reward there can be; equal = unknown
-    reward_high: float = _key(0.0)          # (exact, boxed, math and reasoning_gym need neither: 0 and 1)
+    reward_high: float = _key(0.0)          # (the built-in ones need neither: 0 and 1)
     reevaluate: int = _key(0, low=0)        # candidates about the selection's edge that are scored on further rows
 
     # Which of the search's vectors is handed over as the result; all are scored on the held-out rows.
@@ -184,6 +202,11 @@ def _check_together(c: Config) -> None:
         if key not in parts or type(value) not in (int, float) or not 0 < value < math.inf:
             raise UserError(f"config: offset_scale = {{{key} = {value!r}}}: its keys must be of {', '.join(parts)} and "
                             f"its values numbers above 0")
+    for key, value in c.rewards.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UserError(f"config: rewards = {{{key!r} = {value!r}}}: needs a finite number, the reward's weight")
+    if c.rewards and c.reward != "exact":
+        raise UserError(f"config: reward = {c.reward!r}: rewards is set too; put it in there, with its weight")
     for key in ("pool_rows", "batch_max"):
         value = getattr(c, key)
         if 0 < value < c.batch:
@@ -220,7 +243,8 @@ def reward_bounds(config: Config) -> tuple[float, float] | None:
     """The least and the largest reward there can be, or None if nobody said."""
     if config.reward_low < config.reward_high:
         return config.reward_low, config.reward_high
-    return (0.0, 1.0) if config.reward in ("exact", "boxed", "math", "reasoning_gym") else None
+    known = ("exact", "boxed", "math", "format", "reasoning_gym", "ifeval", "code")
+    return (0.0, 1.0) if config.reward in known and not config.rewards else None
 
 
 def parse_override(text: str):

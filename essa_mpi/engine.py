@@ -118,11 +118,14 @@ class Engine:
             raise RuntimeError("vLLM did not reset its prefix cache: requests of an earlier batch are unfinished")
         self.seconds["place"] += time.perf_counter() - began
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        """Complete all requests in one continuous batch; the order of `requests` is kept."""
+    def generate(self, requests: list[Request], sampling: Config | None = None) -> list[Completion]:
+        """Complete all requests in one continuous batch; the order of `requests` is kept.
+
+        sampling: the config whose temperature, top_p, max_tokens and stop hold; the engine's own if absent.
+        """
         from vllm import SamplingParams
         began = time.perf_counter()
-        config = self._config
+        config = sampling or self._config
         fits = [len(r.prompt) < self.max_model_len for r in requests]
         batch = [r for r, ok in zip(requests, fits) if ok]
         params = [SamplingParams(

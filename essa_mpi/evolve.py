@@ -43,7 +43,7 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
         began = time.perf_counter()
         batch = rows.batch(generation)                                    # the same rows on every rank
         population, mean = search.ask(generation), search.mean            # regenerated, not received
-        candidates = [Arm(f"candidate {k}", x, task.train, batch) for k, x in enumerate(population)]
+        candidates = [Arm(f"candidate {k}", x, task.train, batch, k) for k, x in enumerate(population)]
         others = companions(config, task, generation, mean, batch)        # ride in the same all-gather
         perturbed = time.perf_counter()
 

@@ -15,7 +15,7 @@ decide). How the ranks among them changed tells the noise.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -69,8 +69,10 @@ class Round:
 def _together(a: Exchanged, b: Exchanged) -> Exchanged:
     header = {name: a.header[name] + b.header[name] for name in a.header}
     header["digest"] = b.header["digest"]
+    for mine, more in zip(a.components, b.components):
+        mine.join(more)
     return Exchanged(a.arms, min(a.worst, b.worst), header, a.bytes_sent + b.bytes_sent, a.wait + b.wait,
-                     a.seconds + b.seconds, a.wait_mean + b.wait_mean, a.count + b.count)
+                     a.seconds + b.seconds, a.wait_mean + b.wait_mean, a.count + b.count, a.components)
 
 
 def score_generation(config: Config, rounds: Round, candidates: list[Arm], others: list[Arm], mu: int,
@@ -107,7 +109,7 @@ def score_generation(config: Config, rounds: Round, candidates: list[Arm], other
 
 
 def _on(arm: Arm, part: np.ndarray) -> Arm:
-    return Arm(arm.name, arm.vector, arm.split, arm.indices[part])
+    return replace(arm, indices=arm.indices[part])
 
 
 def _can_still_win(people, running, mu, left, low, high) -> list[int]:
@@ -130,7 +132,7 @@ def _reevaluate(config, rounds, candidates, scores: Scores, mu, further) -> None
     order = ranking(scores.fitness)
     begin = min(max(0, mu - (config.reevaluate + 1) // 2), len(candidates) - config.reevaluate)
     again = sorted(order[begin:begin + config.reevaluate].tolist())
-    arms = [Arm(candidates[k].name, candidates[k].vector, candidates[k].split, further) for k in again]
+    arms = [replace(candidates[k], indices=further) for k in again]
     found, worst = rounds.score(arms)
     old = np.array([scores.fitness[k] for k in again])
     new = np.array([arm.mean(worst) for arm in found])

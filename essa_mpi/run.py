@@ -83,6 +83,8 @@ class Prepared:
                             "validation_rows, or another answer")
         self.rows_hash = f"{self.task.digest():016x}"
         self.reward = load_reward(config)
+        for rows in (self.task.train, self.task.validation, self.task.heldout):
+            self.reward.check(rows)
         self.model_hash = hash_model(config.model)
 
 
@@ -168,6 +170,7 @@ def _start_scorer(world, config, prepared, folder, factory):
             world.say(f"warning: with the adapter {config.adapter} the model answers {len(prompts)} rows exactly as "
                       f"without it: the warm start may be too weak to search around")
         scorer = Scorer(engine, prepared.reward, config)
+        scorer.warn = lambda line: print(line, file=world.err, flush=True)
     except Exception as e:
         error = e
     world.agree(error)
@@ -194,7 +197,7 @@ class Recorder:
                  answers: Answers, checkpoint: dict | None, engine: bool):
         """engine: False if candidates go into none, so that none can be rounded."""
         self._world, self._config, self._folder, self._search = world, config, folder, search
-        self._answers = answers
+        self._answers, self._parts = answers, prepared.reward.names
         self._schema = history_schema(config.population)
         self.history = (History.from_arrays(self._schema, checkpoint["history"]) if checkpoint
                         else History(self._schema))
@@ -244,6 +247,7 @@ class Recorder:
             "generation": g.number, "mean_fitness": float(finite.mean()), "best_fitness": float(finite.max()),
             "worst_fitness": float(finite.min()), "sigma": g.sigma, "validation": g.validation,
             "validation_rows": g.validation_rows, "missing": g.missing, **counts, **self._noise(g, counts),
+            **self._components(g),
             "bytes_sent_per_rank": g.exchanged.bytes_sent, "allgathers": g.exchanged.count, "ranks": ranks,
             "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}})
         for sample in g.scores.samples:
@@ -266,6 +270,11 @@ class Recorder:
         if self._config.reevaluate:
             found.update(changed_ranks=scores.changed_ranks)
         return found
+
+    def _components(self, g: Generation) -> dict:
+        """The mean of each part of the reward over the population's completions, where it was given."""
+        parts = {name: part.given_mean() for name, part in zip(self._parts, g.exchanged.components)}
+        return {"components": parts} if parts else {}
 
     def checkpoint(self, ended: Answers | None = None) -> None:
         """The search and the history so far, then history.h5; both whole or not at all.

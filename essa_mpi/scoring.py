@@ -20,6 +20,7 @@ class Arm:
     vector: np.ndarray | None    # (D,)
     split: list[Row]
     indices: np.ndarray          # (rows,) int64
+    candidate: int | None = None  # its number, if it is one of the population
 
 
 class Scorer:
@@ -27,54 +28,83 @@ class Scorer:
 
     def __init__(self, engine, reward, config: Config):
         self._engine, self._reward, self._config = engine, reward, config
+        self.warn, self._told = None, set()     # warn(line): where the first trouble of a kind is told besides
         self._prompts = {}       # row source -> token ids: rows come back every epoch
 
-    def score(self, arms: list[Arm], tiles: list[Tile], generation: int):
+    def score(self, arms: list[Arm], tiles: list[Tile], generation: int, keep: list | None = None):
         """Score this rank's tiles. Returns (a TileScore a tile, Busy, samples).
 
         samples: dicts of the first `samples_logged` completions. Sampling seeds depend on (seed,
         generation, row, sample) alone, so all arms of a generation draw the same. A row whose reward
-        is missing for one of its samples is missing. Raises UserError from the reward.
+        is missing for one of its samples is missing. keep: gets an array (rows, samples) of rewards a tile,
+        nan where there is none. Raises UserError from the reward.
         """
-        busy = Busy(counters=dict.fromkeys(("completions", "tokens", "cut", "empty", "too_long"), 0))
+        busy = Busy(counters=dict.fromkeys(("completions", "tokens", "cut", "empty", "too_long"), 0),
+                    components=[TileScore() for _ in self._reward.names])
         self._engine.reset_clock()
-        scores, samples = [], []
+        scores, samples, width = [], [], self._config.samples
         for chunk in self._chunks(arms, tiles):
             self._engine.place([arms[tile.arm].vector for tile in chunk])
             requests, rows = [], []
             for place, tile in enumerate(chunk):
                 arm = arms[tile.arm]
                 for index in map(int, arm.indices[tile.start:tile.stop]):
-                    for sample in range(self._config.samples):
+                    for sample in range(width):
                         seed = sampling_seed(self._config.seed, generation, index, sample)
                         requests.append(Request(place, self._prompt(arm.split[index]), seed))
                         rows.append(arm.split[index])
-            completions = self._engine.generate(requests)
+            completions = self._engine.generate(requests, self._config)
             began = time.perf_counter()
-            rewards = np.full(len(rows), np.nan)
-            made = [i for i, c in enumerate(completions) if not c.too_long]
-            if made:
-                rewards[made] = self._reward.score([rows[i] for i in made], [completions[i].text for i in made])
-                self._check_bounds(rewards, rows)
+            rewards, components = self._judge(rows, completions)
             busy.score += time.perf_counter() - began
             at = 0
             for tile in chunk:
-                score = TileScore()
-                for place in range(tile.start, tile.stop):
-                    score.add(_mean(rewards[at:at + self._config.samples]), odd=place % 2 == 1)
-                    at += self._config.samples
+                score, block = TileScore(), rewards[at:at + (tile.stop - tile.start) * width].reshape(-1, width)
+                for place, row in zip(range(tile.start, tile.stop), block):
+                    score.add(_mean(row), odd=place % 2 == 1)
                 scores.append(score)
+                if keep is not None:
+                    keep.append(block)
+                at += block.size
             for i, completion in enumerate(completions):
+                arm = arms[chunk[requests[i].candidate].arm]
+                if arm.candidate is not None:
+                    for name, total in zip(self._reward.names, busy.components):
+                        total.add(_number(components[i].get(name)))
                 if len(samples) < self._config.samples_logged:
-                    samples.append({"generation": generation, "arm": arms[chunk[requests[i].candidate].arm].name,
+                    samples.append({"generation": generation, "candidate": arm.candidate, "arm": arm.name,
                                     "source": rows[i].source, "prompt": rows[i].prompt,
-                                    "completion": completion.text, "answer": rows[i].answer, "reward": rewards[i]})
+                                    "completion": completion.text, "answer": rows[i].answer, "reward": rewards[i],
+                                    "components": components[i]})
             _count(busy.counters, completions)
-        for kind, count in self._reward.trouble.items():    # why scores are missing; into this rank's log
-            print(f"generation {generation}: {count} completions could not be judged: {kind}", flush=True)
-        self._reward.trouble.clear()
+        self._tell_trouble(generation)
         busy.place, busy.generate = self._engine.seconds["place"], self._engine.seconds["generate"]
         return scores, busy, samples
+
+    def _judge(self, rows, completions) -> tuple[np.ndarray, list[dict]]:
+        """Rewards (n,), nan where there is none, and components; a completion that was not made is not judged."""
+        rewards, components = np.full(len(rows), np.nan), [{} for _ in rows]
+        made = [i for i, c in enumerate(completions) if not c.too_long]
+        if made:
+            found = self._reward.judge([rows[i] for i in made], [completions[i].text for i in made],
+                                       [completions[i].tokens for i in made])
+            rewards[made] = found.values
+            for i, parts in zip(made, found.components):
+                components[i] = parts
+            self._check_bounds(rewards, rows)
+        return rewards, components
+
+    def _tell_trouble(self, generation: int) -> None:
+        """Why scores are missing: all of it into this rank's log, the first of a kind to the screen too."""
+        for kind, count in self._reward.trouble.items():
+            line = (f"generation {generation}: {count} completions could not be judged: {kind} (first: "
+                    f"{self._reward.where.get(kind, 'unknown')})")
+            print(line, flush=True)
+            if self.warn is not None and kind not in self._told:
+                self.warn(f"warning: {line}")
+            self._told.add(kind)
+        self._reward.trouble.clear()
+        self._reward.where.clear()
 
     def _check_bounds(self, rewards, rows):
         """A race drops candidates by these bounds, so they must hold."""
@@ -101,6 +131,10 @@ class Scorer:
         if ids is None:
             ids = self._prompts[row.source] = render(row, self._engine.tokenizer, self._config)
         return ids
+
+
+def _number(value: float | None) -> float:
+    return np.nan if value is None else value
 
 
 def _mean(rewards: np.ndarray) -> float:

@@ -28,8 +28,8 @@ PROJECTIONS = SEARCHED      # what is trained is what is searched
 # The config keys that decide what the adapter is; written beside it.
 KEYS = ("model", "task", "task_args", "task_rows", "sft_data", "sft_rows", "validation_data", "validation_rows",
         "heldout_data", "heldout_rows", "split_seed", "prompt_key", "answer_key", "completion_key", "system_prompt",
-        "chat", "reward", "seed", "rank", "lora_alpha", "sft_lr", "sft_batch", "sft_epochs", "sft_steps",
-        "sft_template", "sft_format_rate", "sft_check_rows", "sft_check_from", "max_tokens", "max_model_len", "stop")
+        "chat", "reward", "rewards", "reward_style", "math_answer", "math_lenient", "gym_strict", "format_pattern",
+        "seed", "rank", "lora_alpha", "sft_lr", "sft_batch", "sft_epochs", "sft_steps", "sft_template", "sft_format_rate", "sft_check_rows", "sft_check_from", "max_tokens", "max_model_len", "stop")
 
 
 def warm_start(config: Config, log=print) -> dict:
@@ -53,6 +53,7 @@ def warm_start(config: Config, log=print) -> dict:
         if not checked:
             raise UserError(f"config: sft_format_rate = {config.sft_format_rate}: is measured on validation rows "
                             f"and there are none; set validation_data or validation_rows, or sft_format_rate = 0")
+        reward.check(checked)
         if reward.has_format("") is None:
             raise UserError(f"config: sft_format_rate = {config.sft_format_rate}: reward = {config.reward!r} knows "
                             f"no format; use boxed or math, or set sft_format_rate = 0 and sft_steps")

@@ -276,13 +276,23 @@ def render(row: Row, tokenizer, config: Config) -> list[int]:
     """
     if not config.chat:
         return list(tokenizer(config.system_prompt + row.prompt)["input_ids"])
+    return list(_templated(row, tokenizer, config, tokenize=True, return_dict=False))
+
+
+def render_text(row: Row, tokenizer, config: Config) -> str:
+    """The same as text, the template's marks included. Raises UserError."""
+    if not config.chat:
+        return config.system_prompt + row.prompt
+    return _templated(row, tokenizer, config, tokenize=False)
+
+
+def _templated(row: Row, tokenizer, config: Config, **options):
     if not tokenizer.chat_template:
         raise UserError(f"config: chat = true: the tokenizer of model = {config.model!r} has no chat template; "
                         f"set chat = false")
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
     try:
-        return list(tokenizer.apply_chat_template(system + _messages(row.prompt), add_generation_prompt=True,
-                                                  tokenize=True, return_dict=False))
+        return tokenizer.apply_chat_template(system + _messages(row.prompt), add_generation_prompt=True, **options)
     except Exception as error:  # templates raise what they like
         raise UserError(f"{row.source}: the chat template of model = {config.model!r} refuses the prompt: "
                         f"{one_line(error)}") from None

@@ -83,6 +83,10 @@ class ArmScore:
         total = self.total + self.missing * (to_fixed(worst) if self.missing else 0)
         return float(Fraction(total, (self.rows + self.missing) << FRACTION_BITS))
 
+    def given_mean(self) -> float:
+        """Mean of what was given, missing ones left out; nan if nothing was."""
+        return float(Fraction(self.total, self.rows << FRACTION_BITS)) if self.rows else float("nan")
+
     def stderr(self, worst: float) -> float:
         """Standard error of the mean over rows (sample variance, n - 1); nan below two rows."""
         n = self.rows + self.missing
@@ -124,6 +128,14 @@ class TileScore(ArmScore):
                 self.odd_total >> 64, _signed(self.odd_total & low), self.odd_rows, self.odd_missing]
 
 
+def _unpacked(words: np.ndarray) -> tuple[ArmScore, float]:
+    """(the sums, the least reward) of `TileScore.words`."""
+    hi, lo, hi2, lo2, rows, missing, least, hi_odd, lo_odd, rows_odd, missing_odd = map(int, words)
+    return (ArmScore((hi << 64) + _unsigned(lo), (hi2 << 64) + _unsigned(lo2), rows, missing,
+                     (hi_odd << 64) + _unsigned(lo_odd), rows_odd, missing_odd),
+            float(np.int64(least).view(np.float64)))
+
+
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
@@ -144,6 +156,7 @@ class Exchanged:
     seconds: float = 0.0         # seconds in the all-gather, the wait taken out
     wait_mean: float = 0.0       # seconds the ranks waited, their mean
     count: int = 1               # all-gathers
+    components: list[ArmScore] = field(default_factory=list)  # each part of the candidates' rewards
 
     def total(self, name: str) -> int:
         return int(self.header[name].sum())
@@ -158,6 +171,7 @@ class Busy:
     score: float = 0.0
     total: float = 0.0
     counters: dict = field(default_factory=dict)  # completions, tokens, cut, empty, too_long
+    components: list = field(default_factory=list)  # TileScore of each part of the candidates' rewards
 
 
 def share(lengths: list[int], rank: int, size: int) -> list[Tile]:
@@ -284,17 +298,20 @@ class World:
         """THE all-gather: one a generation. Raises DigestError on every rank if digests differ.
 
         lengths: rows of each arm, the same on every rank. scores: of this rank's tiles, in the
-        order of `share`. digest: int64 of the search state. Returns the same on every rank.
+        order of `share`. digest: int64 of the search state. busy.components: as many on every rank.
+        Returns the same on every rank.
         """
         shares = [share(lengths, r, self.size) for r in range(self.size)]
         most = max(map(len, shares))
-        send = np.zeros(len(HEADER) + most * TILE_WORDS, np.int64)
+        parts = len(HEADER) + most * TILE_WORDS     # where the components begin
+        send = np.zeros(parts + len(busy.components) * TILE_WORDS, np.int64)
         values = {"digest": digest, "stop": stop, "busy_ns": busy.total * 1e9,
                   "place_ns": busy.place * 1e9, "generate_ns": busy.generate * 1e9,
                   "score_ns": busy.score * 1e9, **busy.counters}
         send[:len(HEADER)] = [int(values.get(name, 0)) for name in HEADER]
-        for i, score in enumerate(scores):
-            at = len(HEADER) + i * TILE_WORDS
+        places = [len(HEADER) + i * TILE_WORDS for i in range(len(scores))] + [
+            parts + i * TILE_WORDS for i in range(len(busy.components))]
+        for at, score in zip(places, [*scores, *busy.components]):
             send[at:at + TILE_WORDS] = score.words()
         received = np.empty((self.size, send.size), np.int64)
         began = self._mpi.Wtime()
@@ -308,16 +325,28 @@ class World:
         for rank, tiles in enumerate(shares):
             for i, tile in enumerate(tiles):
                 at = len(HEADER) + i * TILE_WORDS
-                hi, lo, hi2, lo2, rows, missing, least, hi_odd, lo_odd, rows_odd, missing_odd = map(
-                    int, received[rank, at:at + TILE_WORDS])
-                arms[tile.arm].join(ArmScore(
-                    (hi << 64) + _unsigned(lo), (hi2 << 64) + _unsigned(lo2), rows, missing,
-                    (hi_odd << 64) + _unsigned(lo_odd), rows_odd, missing_odd))
-                worst = min(worst, float(np.int64(least).view(np.float64)))
+                score, least = _unpacked(received[rank, at:at + TILE_WORDS])
+                arms[tile.arm].join(score)
+                worst = min(worst, least)
+        components = [ArmScore() for _ in busy.components]
+        for i, component in enumerate(components):
+            for row in received:
+                component.join(_unpacked(row[parts + i * TILE_WORDS:][:TILE_WORDS])[0])
         busy_ns = header["busy_ns"]
         wait = min(float(busy_ns.max() - busy_ns[self.rank]) / 1e9, elapsed)
         return Exchanged(arms, worst if np.isfinite(worst) else 0.0, header, send.nbytes, wait, elapsed - wait,
-                         float(busy_ns.max() - busy_ns.mean()) / 1e9)
+                         float(busy_ns.max() - busy_ns.mean()) / 1e9, components=components)
+
+    def collect(self, mine: np.ndarray, lengths: list[int]) -> np.ndarray:
+        """Evaluation only: the values (cells, ...) of all ranks' tiles, in the order of the cells; float64.
+
+        mine: those of this rank's tiles, a row a cell, in the order of `share`. lengths: rows of each arm.
+        """
+        cells, width = sum(lengths), int(np.prod(mine.shape[1:]))
+        shares = [((r + 1) * cells // self.size - r * cells // self.size) * width for r in range(self.size)]
+        out = np.empty((cells, *mine.shape[1:]))
+        self.comm.Allgatherv([np.ascontiguousarray(mine, np.float64), self._mpi.DOUBLE], [out, shares, self._mpi.DOUBLE])
+        return out
 
     def _check_digests(self, digests: np.ndarray) -> None:
         """Raise DigestError naming each digest with its ranks, hosts and CPU models if they differ."""

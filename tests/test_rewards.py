@@ -11,8 +11,8 @@ import pytest
 
 from conftest import refusal
 from essa_mpi import config as configuration
-from essa_mpi import rewards
 from essa_mpi.rewards import boxed, load_reward
+from essa_mpi.rewards import maths as maths_module
 from essa_mpi.tasks import Row, load_task
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,14 +124,15 @@ def test_math_refuses_a_gold_answer_it_cannot_read(maths):
 
 
 def test_a_completion_that_hangs_math_verify_is_missing(monkeypatch):
-    monkeypatch.setattr(rewards, "MATH_SECONDS", 2)
+    monkeypatch.setattr(maths_module, "SECONDS", 2)
     reward = load_reward(settings("math"))
     try:
         out = reward.score([row("5"), row("5")], [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{5}"])
     finally:
         reward.close()
     assert math.isnan(out[0]) and out[1] == 1
-    assert reward.trouble == {"math-verify took over 2 s": 1}
+    assert reward.trouble == {"reward math: took over 2 s": 1}
+    assert reward.where == {"reward math: took over 2 s": "t.jsonl:1"}
 
 
 def test_math_on_gsm8k(maths, public_data):
@@ -191,8 +192,9 @@ def test_a_function_is_called_in_trls_manner(mine):
     reward = mine("def f(prompts, completions, label, level):\n"
                   "    assert prompts == ['p', 'p', [{'role': 'user', 'content': 'q'}]]\n"
                   "    assert label == ['a', 'b', 'c'] and level == [1, 2, None]\n"
+                  "    assert completions[2] == [{'role': 'assistant', 'content': 'xx'}]\n"
                   "    return [float(len(c)) for c in completions]\n", answer_key="label")
-    assert reward.score(ROWS, ["", "x", "xx"]).tolist() == [0, 1, 2]
+    assert reward.score(ROWS, ["", "x", "xx"]).tolist() == [0, 1, 1]
     assert reward.has_format("x") is None
     assert reward.score([], []).shape == (0,)
 
