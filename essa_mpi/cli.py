@@ -47,6 +47,15 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--adapter", metavar="DIR", help="this peft adapter instead of the run's result")
         if name == "eval":
             overridable(sub, "override a key of the run's config for this evaluation; repeatable")
+            sub.add_argument("--tasks", nargs="+", default=[], metavar="FILE",
+                             help="TOML files of further tasks: heldout_data, reward, prompt_key, ...")
+            sub.add_argument("--samples", type=_count, default=0, metavar="N",
+                             help="also draw N completions a row: avg@N and the unbiased pass@k, k = 1, 2, 4, ... N")
+            sub.add_argument("--temperature", type=float, metavar="T", help="of those; default the run's, or 1")
+            sub.add_argument("--right-at", type=float, default=1.0, metavar="R", help="the reward of a right completion; default 1")
+            sub.add_argument("--drift", type=_count, nargs="?", const=64, default=0, metavar="ROWS",
+                             help="also the KL divergence to the base model on so many rows; default 64")
+            sub.add_argument("--drift-texts", metavar="FILE", help="and on other texts: a text file, or JSONL with `text`")
             sub.add_argument("--json", metavar="FILE", help="write the scores here too")
         if name == "export":
             sub.add_argument("--out", metavar="DIR", required=True, help="the folder to write; must not exist")
@@ -61,6 +70,12 @@ def parser() -> argparse.ArgumentParser:
     doctor = command("doctor", "what is installed, which MPI and GPUs, what would be bound where")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="check this config's run too")
     return p
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text}: needs a whole number from 1 to 4096")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -133,8 +148,10 @@ def _sft(args) -> None:
 def _eval(args) -> None:
     from . import config
     world, settings = _world(lambda: config.load(_run_config(args.run), args.overrides))
-    from .results import evaluate_run
-    _guarded(world, lambda: evaluate_run(world, settings, args.run, args.adapter, args.json))
+    from .results import Asked, evaluate_run
+    asked = Asked(args.adapter, tuple(args.tasks), args.samples, args.temperature, args.right_at,
+                  args.drift or (64 if args.drift_texts else 0), args.drift_texts, args.json)
+    _guarded(world, lambda: evaluate_run(world, settings, args.run, asked))
 
 
 def _export(args) -> None:

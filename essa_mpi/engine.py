@@ -144,3 +144,18 @@ class Engine:
             completions.append(Completion(out.text, tuple(out.token_ids), out.finish_reason == "length", False))
         self.seconds["generate"] += time.perf_counter() - began
         return completions
+
+    def logprobs(self, pairs: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+        """Log-probabilities (tokens,) float64 of each pair's second tokens after its first, by the placed candidate.
+
+        In nats, at temperature 1, of one continuous batch. What does not fit max_model_len is left off.
+        """
+        from vllm import SamplingParams
+        whole = [(prompt + rest)[:self.max_model_len - 1] for prompt, rest in pairs]
+        # A token has to be made; it is not looked at.
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        adapter = None if self._merged else self._adapters[self._slot_of.get(0, -1)]
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False,
+                                     lora_request=adapter and [adapter] * len(whole)) if whole else ()
+        return [np.array([out.prompt_logprobs[i][ids[i]].logprob for i in range(min(len(prompt), len(ids)), len(ids))])
+                for out, ids, (prompt, _) in zip(outputs, whole, pairs)]

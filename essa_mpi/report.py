@@ -66,6 +66,34 @@ def scores_table(n: int, scores: dict[str, dict], answer: str = "") -> str:
     return "\n".join(lines)
 
 
+def paired_lines(differences: list[dict]) -> list[str]:
+    """Arms against one another on the same rows."""
+    return [f"  {d['arm'].replace('_', ' ')} minus {d['minus'].replace('_', ' ')}: {d['difference']:+.3f} +- "
+            f"{_number(d['stderr'])} (paired, {d['rows']} rows)" for d in differences]
+
+
+def rates_table(samples: int, temperature: float, arms: dict[str, dict]) -> str:
+    """avg@n and pass@k, a line an arm."""
+    names = list(next(iter(arms.values())))
+    lines = [f"{samples} samples a row at temperature {temperature:g} (+- standard error over rows)",
+             f"  {'':<11} " + "  ".join(f"{name:<14}" for name in names)]
+    for arm, found in arms.items():
+        lines.append(f"  {arm.replace('_', ' '):<11} " + "  ".join(
+            f"{_number(value)} +- {_number(error)}" for value, error in found.values()))
+    return "\n".join(lines)
+
+
+def drift_lines(found: dict[str, dict]) -> list[str]:
+    """How far the adapters moved the model, a line an arm and kind of text."""
+    lines = ["drift from the base model, nats a token (+- standard error over rows)"]
+    for where, arms in found.items():
+        for arm, d in arms.items():
+            growth = (f", the texts' own negative log-likelihood {d['nll_growth'][0]:+.4f} +- {d['nll_growth'][1]:.4f}"
+                      if "nll_growth" in d else "")
+            lines.append(f"  {where:<6} {arm.replace('_', ' '):<11} KL {d['kl'][0]:.4f} +- {d['kl'][1]:.4f}{growth}")
+    return lines
+
+
 def _number(value) -> str:
     """Three decimals; JSON has no NaN, so a score that is none is null there."""
     return "none" if value is None or not np.isfinite(value) else f"{value:.3f}"

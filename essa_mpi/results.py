@@ -1,7 +1,8 @@
 """`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
 
+import json
 import tomllib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from .answers import Answers
 from .config import Config, UserError
 from .files import write_folder, write_json
 from .runfile import RunFolder, load_checkpoint, read_history
+from .rewards import load_reward
 from .spectrum import Spectrum, check_fits
+from .tasks import Row, load_task, one_line, read_file
 from .world import World
 
 
@@ -45,24 +48,49 @@ def _asked(config: Config, folder: RunFolder) -> str:
     return configuration.make(tomllib.loads(read_history(folder.history)[1]["config"])).answer
 
 
-def evaluate_run(world: World, config: Config, run: str, adapter: str | None, json_path: str | None) -> None:
-    """Score base, warm start and result (or, with `adapter`, base and that adapter) on the held-out rows."""
+@dataclass(frozen=True)
+class Asked:
+    """What `eval` was asked for beyond the held-out rows of the run."""
+
+    adapter: str | None = None      # this peft adapter instead of the run's result
+    tasks: tuple[str, ...] = ()     # TOML files of further tasks
+    samples: int = 0                # completions a row for avg@n and pass@k; 0: greedy alone
+    temperature: float | None = None
+    right_at: float = 1.0           # reward from which a completion counts as right
+    drift: int = 0                  # rows on which the drift from the base model is measured
+    drift_texts: str | None = None  # a file of other texts, too
+    json_path: str | None = None
+
+
+# What a further task is; all else is the run's.
+TASK_KEYS = ("task", "task_args", "task_rows", "split_seed", "prompt_key", "answer_key", "system_prompt", "chat",
+             "validation_data", "validation_rows", "sft_data", "sft_rows", "heldout_data", "heldout_rows", "max_tokens",
+             "stop", "reward", "rewards", "reward_style", "reward_seconds", "math_answer", "math_lenient", "gym_strict",
+             "format_pattern", "ifeval_score", "ifeval_nltk_data", "allow_code", "code_seconds", "code_gib", "reward_model",
+             "reward_device", "reward_trust_code")
+
+
+def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
+    """Score base, warm start and result (or base and `asked.adapter`) on held-out rows, and what else is asked for."""
     from .run import Prepared, _start_scorer
-    from .report import scores_table
-    prepared = vectors = error = folder = None
+    prepared = vectors = error = folder = texts = None
+    tasks = []
     try:
         folder = RunFolder.open(run)
         if config.mode == "auto":      # what the run chose; nothing is tried for one evaluation
             checkpoint = load_checkpoint(folder)
             config = replace(config, mode=checkpoint.attributes.get("mode", "shared") if checkpoint else "shared")
-        if adapter is not None:
-            config = replace(config, adapter=adapter, alpha=1.0)
+        if asked.adapter is not None:
+            config = replace(config, adapter=asked.adapter, alpha=1.0)
         prepared = Prepared(config)
         if not prepared.task.heldout:
             raise UserError("there are no held-out rows; set heldout_data or heldout_rows with --set")
         zero = np.zeros(prepared.spectrum.dimension)
-        vectors = {"base": None, "adapter": zero} if adapter is not None else {
+        vectors = {"base": None, "adapter": zero} if asked.adapter is not None else {
             "base": None, "warm_start": zero, "evolved": _result(config, Path(run))[1]}
+        tasks = [(config.name, config, prepared.task.heldout, prepared.reward)] + [
+            _further(config, file) for file in asked.tasks]
+        texts = read_texts(asked.drift_texts)[:asked.drift] if asked.drift_texts else []
         failure = folder.path / "logs" / "eval_failed.txt"
         if world.rank == 0:
             failure.parent.mkdir(exist_ok=True)
@@ -73,12 +101,81 @@ def evaluate_run(world: World, config: Config, run: str, adapter: str | None, js
     world.failure_file = str(failure)
     world.install_hooks()
     scorer = _start_scorer(world, config, prepared, folder, None)
-    from .evaluate import evaluate
-    found = evaluate(config, world, scorer, vectors, prepared.task.heldout)
-    if world.rank == 0:
-        world.say(scores_table(found.n, found.scores))
-        if json_path:
-            write_json(json_path, {"n": found.n, **found.scores, "counters": found.counters, "ranks": world.size})
+    found = {name: _score(world, settings, scorer, vectors, rows, reward, asked, name) for name, settings, rows, reward in tasks}
+    own = found.pop(config.name)
+    if found:
+        own["tasks"] = found
+    if asked.drift:
+        own["drift"] = _drift(world, config, scorer.engine, vectors, prepared.task.heldout[:asked.drift], texts)
+    if world.rank == 0 and asked.json_path:
+        write_json(asked.json_path, {**own, "ranks": world.size})
+
+
+def _further(config: Config, file: str) -> tuple:
+    """(name, config, held-out rows, reward) of a task in a TOML file. Raises UserError."""
+    try:
+        table = tomllib.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"--tasks {file}: {one_line(error)}") from None
+    given = {"name": Path(file).stem, "model": config.model, "adapter": config.adapter,
+             "task": table.get("heldout_data", ""), **table}
+    theirs = configuration.make(given)
+    settings = replace(config, **{key: getattr(theirs, key) for key in TASK_KEYS})
+    if "task" in table:
+        rows = load_task(settings).heldout
+    else:
+        rows = read_file(settings.heldout_data, "heldout_data", settings)[:settings.heldout_rows or None]
+    if not rows:
+        raise UserError(f"--tasks {file}: there are no held-out rows; set heldout_data or heldout_rows")
+    reward = load_reward(settings)
+    reward.check(rows)
+    return theirs.name, settings, rows, reward
+
+
+def _score(world, config, scorer, vectors, rows, reward, asked: Asked, name: str) -> dict:
+    """A task's table, said and returned: greedy, and of several samples if asked for."""
+    from .evaluate import evaluate, paired, rates, sample
+    from .report import paired_lines, rates_table, scores_table
+    greedy = replace(config, temperature=0.0, samples=1)
+    found = evaluate(greedy, world, scorer.like(greedy, reward), vectors, rows)
+    differences = paired(found)
+    world.say("\n".join([f"{name}:", scores_table(found.n, found.scores), *paired_lines(differences)]))
+    out = {"n": found.n, **found.scores, "paired": differences, "counters": found.counters}
+    samples = asked.samples or (config.samples if config.temperature else 0)
+    if samples:
+        temperature = asked.temperature if asked.temperature is not None else config.temperature or 1.0
+        drawing = replace(config, temperature=temperature)
+        drawn = sample(drawing, world, lambda part: scorer.like(part, reward), vectors, rows, samples)
+        table, differences = rates(drawn, asked.right_at), paired(drawn)
+        world.say("\n".join([rates_table(samples, temperature, table), *paired_lines(differences)]))
+        out["sampled"] = {"samples": samples, "temperature": temperature, "right_at": asked.right_at, "arms": table,
+                          "paired": differences, "counters": drawn.counters}
+    return out
+
+
+def _drift(world, config, engine, vectors, rows, texts) -> dict:
+    from .drift import drift
+    from .report import drift_lines
+    moved = {name: vector for name, vector in vectors.items() if vector is not None}
+    found = {"task": drift(config, world, engine, moved, rows)}
+    if texts:
+        found["texts"] = drift(config, world, engine, moved, texts, texts=True)
+    world.say("\n".join(drift_lines(found)))
+    return found
+
+
+def read_texts(path: str) -> list[Row]:
+    """Plain texts: the lines of a JSONL file's `text`, or the blank-line-separated paragraphs of any other. Raises UserError."""
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+        texts = ([json.loads(line)["text"] for line in content.splitlines() if line.strip()] if path.endswith(".jsonl")
+                 else [part.strip() for part in content.split("\n\n")])
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--drift-texts {path}: {one_line(error)}; needs a text file, or JSONL with `text`") from None
+    rows = [Row(text, None, {}, None, f"{path}[{i}]") for i, text in enumerate(texts) if isinstance(text, str) and text.strip()]
+    if not rows:
+        raise UserError(f"--drift-texts {path}: holds no text")
+    return rows
 
 
 def export(config: Config, run: str, adapter: str | None, out: str, merged: bool) -> str:

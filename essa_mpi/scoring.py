@@ -27,9 +27,15 @@ class Scorer:
     """Scores tiles of arms with one engine and one reward."""
 
     def __init__(self, engine, reward, config: Config):
-        self._engine, self._reward, self._config = engine, reward, config
+        self.engine, self._reward, self._config = engine, reward, config
         self.warn, self._told = None, set()     # warn(line): where the first trouble of a kind is told besides
         self._prompts = {}       # row source -> token ids: rows come back every epoch
+
+    def like(self, config: Config, reward) -> "Scorer":
+        """One with the same engine for another task, or other sampling."""
+        other = Scorer(self.engine, reward, config)
+        other.warn = self.warn
+        return other
 
     def score(self, arms: list[Arm], tiles: list[Tile], generation: int, keep: list | None = None):
         """Score this rank's tiles. Returns (a TileScore a tile, Busy, samples).
@@ -41,10 +47,10 @@ class Scorer:
         """
         busy = Busy(counters=dict.fromkeys(("completions", "tokens", "cut", "empty", "too_long"), 0),
                     components=[TileScore() for _ in self._reward.names])
-        self._engine.reset_clock()
+        self.engine.reset_clock()
         scores, samples, width = [], [], self._config.samples
         for chunk in self._chunks(arms, tiles):
-            self._engine.place([arms[tile.arm].vector for tile in chunk])
+            self.engine.place([arms[tile.arm].vector for tile in chunk])
             requests, rows = [], []
             for place, tile in enumerate(chunk):
                 arm = arms[tile.arm]
@@ -53,7 +59,7 @@ class Scorer:
                         seed = sampling_seed(self._config.seed, generation, index, sample)
                         requests.append(Request(place, self._prompt(arm.split[index]), seed))
                         rows.append(arm.split[index])
-            completions = self._engine.generate(requests, self._config)
+            completions = self.engine.generate(requests, self._config)
             began = time.perf_counter()
             rewards, components = self._judge(rows, completions)
             busy.score += time.perf_counter() - began
@@ -78,7 +84,7 @@ class Scorer:
                                     "components": components[i]})
             _count(busy.counters, completions)
         self._tell_trouble(generation)
-        busy.place, busy.generate = self._engine.seconds["place"], self._engine.seconds["generate"]
+        busy.place, busy.generate = self.engine.seconds["place"], self.engine.seconds["generate"]
         return scores, busy, samples
 
     def _judge(self, rows, completions) -> tuple[np.ndarray, list[dict]]:
@@ -119,7 +125,7 @@ class Scorer:
         """Tiles in runs that the engine can hold placed at once; a rank has at most one tile an arm."""
         chunk = []
         for tile in tiles:
-            if len(chunk) == self._engine.capacity:
+            if len(chunk) == self.engine.capacity:
                 yield chunk
                 chunk = []
             chunk.append(tile)
@@ -129,7 +135,7 @@ class Scorer:
     def _prompt(self, row: Row) -> list[int]:
         ids = self._prompts.get(row.source)
         if ids is None:
-            ids = self._prompts[row.source] = render(row, self._engine.tokenizer, self._config)
+            ids = self._prompts[row.source] = render(row, self.engine.tokenizer, self._config)
         return ids
 
 

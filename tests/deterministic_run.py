@@ -91,13 +91,17 @@ def _raise():
 
 
 class DeterministicScorer:
-    """Has essa_mpi.scoring.Scorer's `score`."""
+    """Has essa_mpi.scoring.Scorer's `score` and `like`."""
 
     def __init__(self, config, faults: Faults, sleep: float):
         self._config, self._faults, self._sleep = config, faults, sleep
 
-    def score(self, arms, tiles, generation):
+    def like(self, config, reward):
+        return self
+
+    def score(self, arms, tiles, generation, keep=None):
         from essa_mpi.world import Busy, TileScore
+        import numpy as np
         began = time.perf_counter()
         if self._sleep:
             time.sleep(random.random() * self._sleep)
@@ -105,7 +109,7 @@ class DeterministicScorer:
         nan = self._faults.of(generation, "nan")
         scores, samples, completions = [], [], 0
         for tile in tiles:
-            arm, score = arms[tile.arm], TileScore()
+            arm, score, values = arms[tile.arm], TileScore(), []
             for place in range(tile.start, tile.stop):
                 index = int(arm.indices[place])
                 row = arm.split[index]
@@ -116,11 +120,14 @@ class DeterministicScorer:
                     if index in fault.get("rows", [index]) and tile.arm in fault.get("candidates", [tile.arm]):
                         value = float(fault.get("value", "nan"))
                 score.add(value, odd=place % 2 == 1)
+                values.append([value])
                 completions += 1
                 if len(samples) < self._config.samples_logged:
                     samples.append({"generation": generation, "arm": arm.name, "source": row.source,
                                     "prompt": row.prompt, "completion": "", "answer": row.answer, "reward": value})
             scores.append(score)
+            if keep is not None:
+                keep.append(np.array(values))
         busy = Busy(generate=time.perf_counter() - began, counters={"completions": completions, "tokens": 3 * completions})
         return scores, busy, samples
 
@@ -141,7 +148,7 @@ class Parrot:
     def place(self, vectors):
         assert len(vectors) <= self.capacity
 
-    def generate(self, requests):
+    def generate(self, requests, sampling=None):
         from essa_mpi.engine import Completion
         return [Completion(bytes(r.prompt).decode().split()[-1], (1, 2), False, False) for r in requests]
 
@@ -343,7 +350,8 @@ def main() -> None:
     if args.eval:
         from essa_mpi import results
         run._start_scorer = lambda world, config, prepared, folder, _: factory(config, prepared.spectrum, prepared.task)
-        cli._guarded(world, lambda: results.evaluate_run(world, settings, args.eval, None, "eval.json"))
+        cli._guarded(world, lambda: results.evaluate_run(world, settings, args.eval,
+                                                        results.Asked(json_path="eval.json")))
     else:
         cli._guarded(world, lambda: run.run(world, settings, args.resume, factory))
     if counting and world.rank == 0:

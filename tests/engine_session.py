@@ -59,8 +59,11 @@ class EngineSession:
     def place(self, vectors):
         self.call("place", vectors)
 
-    def generate(self, requests):
-        return self.call("generate", requests)
+    def generate(self, requests, sampling=None):
+        return self.call("generate", requests, sampling)
+
+    def logprobs(self, pairs):
+        return self.call("logprobs_of_pairs", pairs)
 
     def reset_clock(self):
         pass
@@ -122,8 +125,11 @@ class Served:
     def place(self, vectors):
         self.engine.place(vectors)
 
-    def generate(self, requests):
-        return self.engine.generate(requests)
+    def generate(self, requests, sampling=None):
+        return self.engine.generate(requests, sampling)
+
+    def logprobs_of_pairs(self, pairs):
+        return self.engine.logprobs(pairs)
 
     def logprobs(self, numbered):
         """Of each (candidate, prompt): the log-probabilities of its tokens but the first, in one batch."""

@@ -91,6 +91,18 @@ class Oracle:
         self._model.delete_adapter("other")
         return found
 
+    @torch.no_grad()
+    def logprobs(self, prompt, rest, vector):
+        """Log-probabilities of the tokens `rest` after `prompt`."""
+        def of():
+            logits = self._model(input_ids=torch.tensor([prompt + rest])).logits[0, len(prompt) - 1:-1].double()
+            return logits.log_softmax(-1)[torch.arange(len(rest)), rest].numpy()
+        if vector is None:
+            with self._model.disable_adapter():
+                return of()
+        self._model.set_adapter(self._name(vector))
+        return of()
+
     def _greedy(self, prompt, vector, tokens):
         key = prompt, None if vector is None else vector.tobytes(), tokens
         if key not in self._known:
@@ -323,6 +335,19 @@ def test_placing_takes_effect_though_the_next_batch_looks_like_the_last(engine, 
     with changed(engine, max_tokens=1):
         for vector, answer in zip(vectors, wanted):
             assert ask_one(engine, vector, prompts[1:2]) == [answer]
+
+
+def test_log_probabilities_are_pefts(engine, oracle, long_prompts):
+    """Of tokens after a prompt, by a placed candidate and by the base; what does not fit is left off."""
+    vector = oracle.candidate(0)
+    pairs = [(prompt[:7], prompt[7:30]) for prompt in long_prompts]
+    for placed in (vector, None):
+        engine.place([placed])
+        for found, (prompt, rest) in zip(engine.logprobs(pairs), pairs):
+            assert found == pytest.approx(oracle.logprobs(prompt, rest, placed), abs=2e-3)
+    assert engine.logprobs([]) == []
+    [found] = engine.logprobs([(long_prompts[0][:3], long_prompts[0] * 99)])
+    assert len(found) == engine.max_model_len - 1 - 3
 
 
 def test_too_many_candidates_are_refused(engine, oracle):
