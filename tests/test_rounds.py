@@ -13,6 +13,7 @@ from essa_mpi import config as configuration
 from essa_mpi.answers import Answers
 from essa_mpi.config import UserError
 from essa_mpi.evolve import Generation, advice, evolve, new_search
+from essa_mpi.rewards import Reward
 from essa_mpi.rounds import Round, score_generation, spread
 from essa_mpi.scoring import Arm, Scorer
 from essa_mpi.search import make_search
@@ -215,14 +216,19 @@ class Echo:
     def place(self, vectors):
         pass
 
-    def generate(self, requests):
+    def generate(self, requests, sampling=None):
         return [SimpleNamespace(text="x", tokens=(1,), cut=False, too_long=False) for _ in requests]
 
 
 def real_scores(config, values):
     """A TileScore of one row for each of `values`, by the real Scorer."""
     rows = [Row(f"row {i}", "", {}, None, f"rows.jsonl:{i}") for i in range(len(values))]
-    reward = SimpleNamespace(trouble={}, score=lambda asked, texts: [values[rows.index(row)] for row in asked])
+
+    class Given(Reward):
+        def _score(self, row, completion):
+            return values[rows.index(row)]
+
+    reward = Given("given", config)
     arm = Arm("candidate 0", np.zeros(2), rows, np.arange(len(rows)))
     return Scorer(Echo(), reward, config).score([arm], share([len(rows)], 0, 1), 0)[0][0]
 

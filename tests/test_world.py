@@ -528,6 +528,48 @@ def test_the_mean_is_validated_in_the_same_collective():
     assert generations[0].validation == ArmScore(first.total, first.squares, first.rows, 0).mean(0.0)
 
 
+class Parted(DeterministicScorer):
+    """Each completion of a candidate also has two parts: a third of its row's index, and one that may be absent."""
+
+    def score(self, arms, tiles, generation, keep=None):
+        scores, busy, samples = super().score(arms, tiles, generation, keep)
+        busy.components = [TileScore(), TileScore()]
+        for tile in tiles:
+            for index in arms[tile.arm].indices[tile.start:tile.stop] if arms[tile.arm].candidate is not None else ():
+                busy.components[0].add(index / 3)
+                busy.components[1].add(0.1 if index % 2 else math.nan)
+        return scores, busy, samples
+
+
+@pytest.mark.mpi(min_size=1)
+def test_parts_of_the_reward_ride_in_the_same_collective():
+    """Their means have the same bits on any number of ranks: exact arithmetic says which."""
+    world = real_world(counting=True)
+    settings, task = small_task(generations=3, validation_every=1)
+    generations, batches = [], Rows(settings, 17)
+    evolve(settings, world, task, Parted(settings, Faults(world.rank, []), 0.0), make_search("sep", 4, 7, 0.3, 1),
+           Answers(4), 0, generations.append)
+    assert world.comm.calls == {"Allgather": 4}
+    for generation in generations:
+        batch = [int(i) for i in batches.batch(generation.number)]
+        first, second = generation.exchanged.components
+        exact = sum(Fraction(i / 3) for i in batch) / len(batch)        # the validation rows are not in it
+        assert first.given_mean() == pytest.approx(float(exact), abs=1e-15)
+        assert (first.rows, first.missing) == (35, 0)
+        assert second.rows == 7 * sum(i % 2 for i in batch) and second.rows + second.missing == 35
+        assert second.given_mean() == 0.1 or not second.rows
+        assert same_everywhere(first) == first
+
+
+@pytest.mark.mpi(min_size=1)
+def test_rows_are_collected_in_order():
+    world = real_world()
+    for lengths in ([5, 5, 5], [1], [3, 0, 4]):
+        mine = [[[100 * tile.arm + i, -i] for i in range(tile.start, tile.stop)] for tile in world.share(lengths)]
+        found = world.collect(np.concatenate([*map(np.array, mine), np.empty((0, 2))]), lengths)
+        assert found.tolist() == [[100 * arm + i, -i] for arm, n in enumerate(lengths) for i in range(n)]
+
+
 @pytest.mark.mpi(min_size=1)
 def test_ties_go_to_the_lower_index():
     """Equal rewards everywhere: the update is that of fitness that falls with the index."""
