@@ -36,6 +36,7 @@ setup(
         "peft>=0.21",       # brings torch, transformers and safetensors
         "reasoning-gym>=0.1.25",
         "math-verify>=0.9.0",
+        "if-verifiable==0.1.2",     # IFEval's checkers
     ],
     extras_require={
         # One vLLM release for both: the code writes into the engine's LoRA slots, which no API fixes.

@@ -101,6 +101,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     world.failure_file = str(failure)
     world.install_hooks()
     scorer = _start_scorer(world, config, prepared, folder, None)
+    for _, _, _, reward in tasks[1:]:
+        reward.close()      # what was started before has the terminal for its output; it starts again when needed
     found = {name: _score(world, settings, scorer, vectors, rows, reward, asked, name) for name, settings, rows, reward in tasks}
     own = found.pop(config.name)
     if found:

@@ -169,6 +169,7 @@ def _start_scorer(world, config, prepared, folder, factory):
         if prompts and not changes_output(engine, prompts, prepared.spectrum.dimension):
             world.say(f"warning: with the adapter {config.adapter} the model answers {len(prompts)} rows exactly as "
                       f"without it: the warm start may be too weak to search around")
+        prepared.reward.start()
         scorer = Scorer(engine, prepared.reward, config)
         scorer.warn = lambda line: print(line, file=world.err, flush=True)
     except Exception as e:

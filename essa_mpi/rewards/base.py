@@ -61,6 +61,12 @@ class Reward:
         """Whether the completion has the form in which this reward looks for an answer; None: any will do."""
         return None
 
+    def start(self) -> None:
+        """Start the processes it needs, or start them again: what they print goes where this process's output now goes.
+
+        Raises UserError.
+        """
+
     def close(self) -> None:
         """End what it started."""
 

@@ -39,6 +39,10 @@ class Judged(Reward):
                                for name, part in reply.components.items()})
         return Judgement(values, skipped, components)
 
+    def start(self):
+        self.child.close()
+        self.child.start()
+
     def close(self):
         self.child.close()
 

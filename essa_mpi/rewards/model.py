@@ -26,7 +26,6 @@ class Model(Judged):
             raise UserError(f"config: reward_model = {config.reward_model!r}: there is no such folder with a config.json; "
                             f"give a Hugging Face model folder; nothing is downloaded")
         super().__init__(name, config, "model:Classifier", {"config": config})
-        self.child.start()
 
 
 class Classifier:
@@ -73,7 +72,6 @@ class Server(Judged):
 
     def __init__(self, name: str, config: Config):
         super().__init__(name, config, "model:Client", {"url": name, "config": config})
-        self.child.start()
 
 
 class Client:

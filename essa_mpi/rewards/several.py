@@ -43,6 +43,10 @@ class Several(Reward):
     def has_format(self, completion):
         return next((has for has in (reward.has_format(completion) for reward in self._rewards) if has is not None), None)
 
+    def start(self):
+        for reward in self._rewards:
+            reward.start()
+
     def close(self):
         for reward in self._rewards:
             reward.close()
