@@ -33,11 +33,11 @@ class Task:
     notes: list[str] = field(default_factory=list)
 
     def digest(self) -> int:
-        """64 bits of all prompts, answers and completions: differs between ranks that read different rows."""
+        """64 bits of all that a reward may see and the warm start learns: differs where rows do."""
         sha = hashlib.sha256()
         for split in SPLITS:
             for row in getattr(self, split):
-                content = [split, row.prompt, row.answer, row.completion]
+                content = [split, row.prompt, row.answer, row.completion, *([row.fields] if row.fields else [])]
                 sha.update(json.dumps(content, sort_keys=True, default=str).encode())
         return int.from_bytes(sha.digest()[:8], "little")
 

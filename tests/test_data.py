@@ -1,4 +1,4 @@
-"""Files of every format to the same rows; what is refused and how."""
+"""Files of every format to the same rows; what is refused and how; what a digest of rows covers."""
 
 import datetime
 import decimal
@@ -352,7 +352,7 @@ def test_a_saved_data_set_that_lost_a_file():
     assert says("saved").startswith("config: task = 'saved': cannot be read: FileNotFoundError")
 
 
-# -- splits ----------------------------------------------------------------------------------------
+# -- splits and the digest -----------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "rows.jsonl"])
 def test_a_prompt_in_two_files_is_refused_across_formats(name):
@@ -373,3 +373,18 @@ def test_splits_cut_by_the_seed_are_the_same_rows_in_every_format(name):
         row.prompt for row in other.heldout + other.sft + other.train]
     assert task.digest() == other.digest()
     assert task.notes == [f"{name}: dropped 1 of 7 rows whose prompt occurred before"]
+
+
+@pytest.mark.parametrize("change", [{"level": 9}, {"tags": ["ä", None]}, {"extra": None}, {"new": 1}], ids=str)
+def test_the_digest_covers_every_column(change):
+    def digest(rows):
+        return load_task(settings(task=save("rows.jsonl", rows))).digest()
+    assert digest([*ROWS[:5], {**ROWS[5], **change}]) != digest(ROWS)
+    assert digest([dict(reversed(row.items())) for row in ROWS]) == digest(ROWS)
+
+
+def test_rows_without_other_columns_have_the_digest_they_had():
+    """Runs that were started before it covered the columns can be resumed."""
+    save("t.jsonl", [{"prompt": "a", "answer": 1},
+                     {"prompt": [{"role": "user", "content": "b"}], "answer": "x", "completion": "c"}])
+    assert load_task(settings()).digest() == 15525642674338266541
