@@ -34,6 +34,7 @@ setup(
         "numpy",
         "h5py",
         "peft>=0.21",       # brings torch, transformers and safetensors
+        "datasets>=4.4",    # brings pyarrow
         "reasoning-gym>=0.1.25",
         "math-verify>=0.9.0",
         "if-verifiable==0.1.2",     # IFEval's checkers

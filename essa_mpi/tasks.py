@@ -1,4 +1,4 @@
-"""Rows to prompts: JSONL files or a reasoning-gym generator, four disjoint splits, token ids.
+"""Rows to prompts: those of files or of a reasoning-gym generator, four disjoint splits, token ids.
 
 Knows nothing of MPI, engines or rewards. Everything here is a function of the config
 alone, so every rank builds the same task; `Task.digest` lets them check that.
@@ -13,26 +13,13 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
 
 from .config import Config, UserError
+from .data import Row, is_file, one_line, read_file
 from .perturbation import row_order
 
 GENERATOR_ROWS = 1000  # task_rows = 0 with a generator
 SPLITS = ("heldout", "validation", "train", "sft")  # a prompt that occurs twice stays in the first of these
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a task, as read."""
-
-    prompt: str | list[dict]  # text, or chat messages {"role", "content"}
-    answer: object            # whatever JSON holds; None only in a row of sft_data that has a completion
-    fields: dict              # all the other columns
-    completion: str | None    # what the warm start learns, if the row says it
-    source: str               # "file.jsonl:17" (line) or "largest_number[17]" (index)
 
 
 @dataclass(frozen=True)
@@ -46,18 +33,13 @@ class Task:
     notes: list[str] = field(default_factory=list)
 
     def digest(self) -> int:
-        """64 bits of all prompts, answers and completions: differs between ranks that read different rows."""
+        """64 bits of all that a reward may see and the warm start learns: differs where rows do."""
         sha = hashlib.sha256()
         for split in SPLITS:
             for row in getattr(self, split):
-                content = [split, row.prompt, row.answer, row.completion]
+                content = [split, row.prompt, row.answer, row.completion, *([row.fields] if row.fields else [])]
                 sha.update(json.dumps(content, sort_keys=True, default=str).encode())
         return int.from_bytes(sha.digest()[:8], "little")
-
-
-def is_file(task: str) -> bool:
-    """Whether `task` names a file rather than a reasoning-gym generator."""
-    return task.endswith(".jsonl") or os.sep in task or Path(task).is_file()
 
 
 def load_task(config: Config) -> Task:
@@ -80,12 +62,13 @@ def load_task(config: Config) -> Task:
     if not is_file(config.task):
         # Nobody can edit the rows of a generator, so the files win over it.
         taken = {_identity(row) for rows in splits.values() for row in rows}
-        pool = _drop(pool, lambda row: _identity(row) in taken, notes, "that occur in the files of other splits")
+        pool = _drop(pool, lambda row: _identity(row) in taken, notes, config,
+                     "that occur in the files of other splits")
     if cuts or not is_file(config.task):
         first = {}
         for row in pool:
             first.setdefault(_identity(row), row)
-        pool = _drop(pool, lambda row: first[_identity(row)] is not row, notes, "whose prompt occurred before")
+        pool = _drop(pool, lambda row: first[_identity(row)] is not row, notes, config, "whose prompt occurred before")
     if cuts:
         if sum(cuts.values()) >= len(pool):
             wanted = " + ".join(f"{split}_rows {size}" for split, size in cuts.items())
@@ -111,11 +94,10 @@ def _identity(row: Row) -> str:
     return json.dumps(_messages(row.prompt), sort_keys=True)
 
 
-def _drop(rows, unwanted, notes, why):
+def _drop(rows, unwanted, notes, config, why):
     kept = [row for row in rows if not unwanted(row)]
     if len(kept) < len(rows):
-        source = rows[0].source.rsplit(":" if ":" in rows[0].source else "[", 1)[0]
-        notes.append(f"{source}: dropped {len(rows) - len(kept)} of {len(rows)} rows {why}")
+        notes.append(f"{config.task}: dropped {len(rows) - len(kept)} of {len(rows)} rows {why}")
     return kept
 
 
@@ -130,87 +112,6 @@ def _check_disjoint(splits: dict[str, list[Row]]) -> None:
     if shared:
         raise UserError(f"{len(shared)} prompts occur in two splits, first {shared[0]}; "
                         f"remove them from one of the files: scores on rows that were trained on mean nothing")
-
-
-def read_file(path: str, key: str, config: Config) -> list[Row]:
-    """All rows of a JSONL file, in order; `key` is the config key that names it.
-
-    Blank lines are skipped. Raises UserError if the file is missing, unreadable or empty,
-    and with file:line on a line that is no JSON object or lacks its keys.
-    """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")  # not splitlines: text may hold U+2028
-    except FileNotFoundError:
-        raise UserError(f"config: {key} = {path!r}: there is no such file; give a JSONL file, "
-                        f"relative to the current directory {os.getcwd()}") from None
-    except OSError as error:
-        raise UserError(f"config: {key} = {path!r}: cannot be read: {error.strerror}; "
-                        f"give a readable JSONL file") from None
-    rows = [_parse(line, f"{path}:{number}", key, config)
-            for number, line in enumerate(lines, start=1) if line.strip()]
-    if not rows:
-        raise UserError(f"config: {key} = {path!r}: the file holds no rows; give one JSON object a line")
-    return rows
-
-
-def _parse(line: bytes, source: str, key: str, config: Config) -> Row:
-    def refuse(what):
-        raise UserError(f"{source}: {what}") from None
-
-    def no_constant(name):
-        raise ValueError(f"{name} is no JSON")
-
-    try:
-        fields = json.loads(line.decode("utf-8-sig"), parse_constant=no_constant)
-        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair has no bytes, hence no tokens
-    except UnicodeEncodeError:
-        refuse("holds half a surrogate pair (an escape \\udXXX without its other half); mend the text")
-    except UnicodeDecodeError as error:
-        refuse(f"not UTF-8 ({error.reason} at byte {error.start} of the line); save the file as UTF-8")
-    except (ValueError, RecursionError) as error:
-        refuse(f"not JSON: {error}; needs one JSON object a line")
-    if not isinstance(fields, dict):
-        refuse(f"is a JSON {type(fields).__name__}; needs an object with {config.prompt_key!r} and "
-               f"{config.answer_key!r}")
-
-    present = ", ".join(map(repr, fields)) or "nothing"
-
-    def take(name, key):
-        if name not in fields:
-            refuse(f"no key {name!r} ({key}); the row has {present}; add it or set {key}")
-        return fields.pop(name)
-
-    prompt = take(config.prompt_key, "prompt_key")
-    wrong = _wrong_prompt(prompt, config)
-    if wrong:
-        refuse(f"{config.prompt_key!r} {wrong}")
-    completion = fields.pop(config.completion_key, None)
-    if not (completion is None or isinstance(completion, str)):
-        refuse(f"{config.completion_key!r} is {json.dumps(completion)[:60]}; needs a string")
-    # A row that is only learnt, never scored, may do without an answer.
-    learnt = key == "sft_data" and completion is not None
-    answer = fields.pop(config.answer_key, None) if learnt else take(config.answer_key, "answer_key")
-    if answer is None and not learnt:
-        refuse(f"{config.answer_key!r} is null; needs the right answer")
-    return Row(prompt, answer, fields, completion, source)
-
-
-def _wrong_prompt(prompt, config: Config) -> str | None:
-    """What is wrong with a prompt, or None."""
-    if isinstance(prompt, str):
-        return None if prompt.strip() else "is empty; needs text or chat messages"
-    if not isinstance(prompt, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in prompt):
-        return ('needs to be a string or a list of messages {"role": ..., "content": ...} with string values, '
-                f"not {json.dumps(prompt)[:60]}")
-    if not any(m["content"].strip() for m in prompt):
-        return "is empty; needs text or chat messages"
-    if not config.chat:
-        return "is a list of messages, which needs chat = true; give plain text instead or set it"
-    if config.system_prompt and prompt[0]["role"] == "system":
-        return "begins with a system message and system_prompt is set too; drop one of the two"
-    return None
 
 
 def _generate(config: Config) -> list[Row]:
@@ -248,11 +149,12 @@ def generator(config: Config):
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
         raise UserError(f"config: task = {config.task!r}: no such file, and generators need reasoning-gym; "
-                        f"pip install reasoning-gym, or give a JSONL file") from None
+                        f"pip install reasoning-gym, or give a file of rows") from None
     if config.task not in DATASETS:
         near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.5)
         hint = f"nearest generators: {', '.join(near)}" if near else f"there are {len(DATASETS)} generators"
-        raise UserError(f"config: task = {config.task!r}: neither a JSONL file nor a reasoning-gym generator; {hint}")
+        raise UserError(f"config: task = {config.task!r}: neither a file of rows nor a reasoning-gym "
+                        f"generator; {hint}")
     for name, instead in (("size", "task_rows"), ("seed", "split_seed")):
         if name in config.task_args:
             raise UserError(f"config: task_args: {name} is set by {instead}; remove it and set {instead}")
@@ -261,11 +163,6 @@ def generator(config: Config):
                               **config.task_args)
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"config: task_args = {config.task_args}: {config.task} refuses: {one_line(error)}") from None
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as 'Type: message' on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def render(row: Row, tokenizer, config: Config) -> list[int]:

@@ -63,7 +63,7 @@ def test_export_touches_nothing_but_its_folder(tmp_path, warm_start):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
-@pytest.mark.parametrize("what", ["adapter", "rows", "checkpoints"])
+@pytest.mark.parametrize("what", ["adapter", "rows", "column", "checkpoints"])
 def test_resume_refuses_changed_inputs(what, mpirun, tmp_path):
     """The deterministic loop on a tiny model: two generations, then something changes under the run."""
     write_run(tmp_path, generations=2)
@@ -72,13 +72,16 @@ def test_resume_refuses_changed_inputs(what, mpirun, tmp_path):
     if what == "checkpoints":
         for path in (tmp_path / "runs/run/checkpoints").iterdir():
             path.unlink()
-    elif what == "rows":
-        rows = tmp_path / "rows.jsonl"
-        rows.write_text("\n".join(reversed(rows.read_text().splitlines())) + "\n")
+    elif what in ("rows", "column"):
+        path = tmp_path / "rows.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = rows[::-1] if what == "rows" else [*rows[:-1], {**rows[-1], "seen by a reward": 1}]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         [weights] = (p for p in tmp_path.rglob("adapter_model.safetensors") if "runs" not in p.parts)
         save_file({k: 2 * v for k, v in load_file(weights).items()}, weights)
     outcome = mpirun(1, script, "config.toml", "--resume", "--set", "generations=3", cwd=tmp_path)
     assert outcome.rc == 2
-    says = {"adapter": "the adapter", "rows": "the rows of", "checkpoints": "a history but no checkpoint"}[what]
+    says = {"adapter": "the adapter", "rows": "the rows of", "column": "the rows of",
+            "checkpoints": "a history but no checkpoint"}[what]
     assert says in outcome.stderr and "--resume: " in outcome.stderr
