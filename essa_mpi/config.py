@@ -33,7 +33,7 @@ class Config:
     name: str = _key()                      # the run folder is runs/<name>
     model: str = _key()                     # a Hugging Face model folder
     adapter: str = _key()                   # a peft LoRA adapter folder: the warm start (`sft` writes it)
-    task: str = _key()                      # a reasoning-gym generator, or a JSONL file of the rows to evolve on
+    task: str = _key()                      # the rows to evolve on: on the disk, or a reasoning-gym generator
     reward: str = _key("exact")             # see "How completions are judged"
     seed: int = _key(0, low=0, high=2**63 - 1)
 

@@ -77,7 +77,6 @@ class Prepared:
         if shapes:
             check_fits(self.spectrum, config.model, shapes)
         self.task = load_task(config)
-        Rows(config, len(self.task.train))     # refuses a train split that is too small
         if config.answer == "validated" and not self.task.validation:
             raise UserError("config: answer = 'validated': there are no validation rows; set validation_data or "
                             "validation_rows, or another answer")
@@ -85,6 +84,7 @@ class Prepared:
         self.reward = load_reward(config)
         for rows in (self.task.train, self.task.validation, self.task.heldout):
             self.reward.check(rows)
+        Rows(config, len(self.task.train))     # refuses a train split that is too small
         self.model_hash = hash_model(config.model)
 
 

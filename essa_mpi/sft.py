@@ -46,7 +46,7 @@ def warm_start(config: Config, log=print) -> dict:
     for note in task.notes:
         log(note)
     if not task.sft:
-        raise UserError("config: there are no rows to warm-start on; set sft_data to a JSONL file, or sft_rows "
+        raise UserError("config: there are no rows to warm-start on; set sft_data to a file of rows, or sft_rows "
                         "to cut that many off task")
     checked = task.validation[:config.sft_check_rows]
     if config.sft_format_rate:

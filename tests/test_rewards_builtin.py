@@ -126,6 +126,15 @@ def test_ifeval(load, nltk_data, score, rewards):
     assert set(found.components[0]) == set(reward.names) == {"strict", "loose", "partial_strict", "partial_loose"}
 
 
+def test_ifeval_kwargs_in_a_string_or_with_nulls(load, nltk_data):
+    reward = load("ifeval", **nltk_data)
+    nulls = [{"num_words": None, "relation": None}, {**INSTRUCTIONS["kwargs"][1], "num_highlights": None}]
+    rows = [row(**{**INSTRUCTIONS, "kwargs": kwargs}) for kwargs in (json.dumps(nulls), nulls)]
+    reward.check(rows)
+    assert reward.score(rows, ["one two three four", "one two, three four"]).tolist() == [1, 0]
+    assert "needs instruction_id_list and kwargs" in refusal(reward.check, [row(**{**INSTRUCTIONS, "kwargs": "{"})])
+
+
 def test_ifeval_without_its_tokenizer(monkeypatch, tmp_path):
     monkeypatch.delenv("NLTK_DATA", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import Config, UserError
-from ..tasks import Row
+from ..data import Row, no_answer
 
 LIMIT = 2.0**20     # |reward| at most: what world.py's exact sums of squares are made for
 
@@ -42,8 +42,7 @@ class Reward:
         """Raise UserError, naming the row, if there is one that this reward cannot judge."""
         for row in rows:
             if self.needs_answer and row.answer is None:
-                raise UserError(f"{row.source}: no answer (answer_key = {self.config.answer_key!r}), which reward = "
-                                f"{self.name!r} needs; add it to the row or set answer_key")
+                raise no_answer(row, self.config, f"reward = {self.name!r}")
 
     def judge(self, rows: list[Row], completions: list[str], tokens: list | None = None) -> Judgement:
         """Judge completions of rows; tokens: their ids, where known. Raises UserError, naming the row."""

@@ -5,6 +5,7 @@ shipped.
 """
 
 import importlib.util
+import json
 import os
 import random
 
@@ -32,13 +33,24 @@ class IFEval(Judged):
     def check(self, rows):
         known = set(self.child.facts["instructions"])
         for row in rows:
-            ids, kwargs = row.fields.get("instruction_id_list"), row.fields.get("kwargs")
+            ids, kwargs = row.fields.get("instruction_id_list"), _kwargs(row)
             if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(ids) != len(kwargs):
                 raise UserError(f"{row.source}: reward = 'ifeval' needs instruction_id_list and kwargs, two lists of the "
                                 f"same length; the row has {', '.join(map(repr, row.fields)) or 'no other columns'}")
             unknown = [each for each in ids if each not in known]   # the library would skip them without a word
             if unknown:
                 raise UserError(f"{row.source}: there is no instruction {unknown[0]!r}; there are {', '.join(sorted(known))}")
+
+
+def _kwargs(row):
+    """The row's kwargs, which some data sets hold as JSON in a string."""
+    found = row.fields.get("kwargs")
+    if not isinstance(found, str):
+        return found
+    try:
+        return json.loads(found)
+    except ValueError:
+        return None
 
 
 class Verifier:
@@ -68,7 +80,7 @@ class Verifier:
             prompt = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
             random.seed(0)      # what an instruction's kwargs leave open is drawn: the same for all candidates
             sample = self._sample(0, prompt, row.fields["instruction_id_list"],
-                                  [kwargs or {} for kwargs in row.fields["kwargs"]])
+                                  [kwargs or {} for kwargs in _kwargs(row)])
             try:
                 _, scores = self._evaluate("ifeval", sample, item.text)
             except Exception as error:
