@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from . import config as configuration
+from . import trackers
 from .choose import settle_mode
 from .config import Config, UserError
 from .answers import Answers
@@ -47,6 +48,8 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
               f"{search_name(config, D)}, mode {config.mode}, {size} rank{'s' * (size > 1)}")
 
     scorer = _start_scorer(world, config, prepared, folder, scorer_factory)
+    if recorder:
+        recorder.start_trackers()
     evolve(config, world, prepared.task, scorer, search, answers, start,
            recorder.record if recorder else lambda g: None)
     _finish(world, config, prepared, folder, scorer, search, answers, recorder)
@@ -89,6 +92,8 @@ class Prepared:
 def _prepare(world: World, config: Config) -> Prepared:
     prepared, error = None, None
     try:
+        if world.rank == 0:
+            trackers.check(config.trackers)
         prepared = Prepared(config)
     except Exception as e:
         error = e
@@ -206,12 +211,24 @@ class Recorder:
         self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed, mode=config.mode,
                                       **{key: value for key, (value, _) in _inputs(config, prepared).items()},
                                       hosts=" ".join(sorted(set(world.hosts))))
+        self._trackers = trackers.Trackers(config, folder.path, world.say)
         self._inode = os.stat(folder.path).st_ino
         self._warned = set()
         self._recent = deque(self.history.arrays()["times/seconds"][-5:], maxlen=5)
         self._last_checkpoint = 0.0
         self._spectrum, self._rounding_checked = prepared.spectrum, np.inf if engine else 0.0
         self.check_rounding()
+
+    def start_trackers(self) -> None:
+        """Once the engine is up: a start that fails leaves nothing of theirs, and they may start processes."""
+        self._trackers.start(self.history.arrays()["times/unix"])
+
+    def close_trackers(self, heldout) -> None:
+        """The last they get. heldout: an Evaluation or None."""
+        if heldout is not None:     # at the step after the last: a run that goes on from there drops them again
+            scores = {arm: score["accuracy"] for arm, score in heldout.scores.items()}
+            self._trackers.write(self._search.generation, {"heldout": scores}, time.time())
+        self._trackers.close()
 
     def check_rounding(self) -> None:
         """Warn, once, if candidates are rounded away; looked at anew each time sigma has halved."""
@@ -226,7 +243,7 @@ class Recorder:
 
     def record(self, g: Generation) -> None:
         """Write one generation down. Raises UserError if the disk refuses."""
-        config, header, ranks = self._config, g.exchanged.header, self._world.size
+        config, header, ranks, now = self._config, g.exchanged.header, self._world.size, time.time()
         mean = {name: float(header[f"{name}_ns"].mean()) / 1e9 for name in ("place", "generate", "score")}
         wait = g.exchanged.wait_mean
         counts = {name: g.exchanged.total(name) for name in ("completions", "tokens", "cut", "empty", "too_long")}
@@ -236,16 +253,18 @@ class Recorder:
             sigma=g.sigma, digest=g.digest, missing=g.missing, tokens=counts["tokens"], cut=counts["cut"],
             empty=counts["empty"], too_long=counts["too_long"], validation=g.validation,
             validation_n=g.validation_rows,
-            **{"times/unix": time.time(), "times/seconds": g.seconds["total"], "times/generate": mean["generate"],
+            **{"times/unix": now, "times/seconds": g.seconds["total"], "times/generate": mean["generate"],
                "times/place": mean["place"], "times/score": mean["score"], "times/wait": wait,
                "times/allgather": g.seconds["allgather"], "times/update": g.seconds["update"],
                "times/checkpoint": self._last_checkpoint})
-        self._metrics.append({
+        line = {
             "generation": g.number, "mean_fitness": float(finite.mean()), "best_fitness": float(finite.max()),
             "worst_fitness": float(finite.min()), "sigma": g.sigma, "validation": g.validation,
             "validation_rows": g.validation_rows, "missing": g.missing, **counts, **self._noise(g, counts),
             "bytes_sent_per_rank": g.exchanged.bytes_sent, "allgathers": g.exchanged.count, "ranks": ranks,
-            "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}})
+            "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}}
+        self._metrics.append(line)
+        self._trackers.write(g.number, line, now)
         for sample in g.scores.samples:
             self._samples.append(sample)
         began = time.perf_counter()
@@ -355,6 +374,7 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout)
     write_json(folder.summary, summary)
     world.say(closing(summary, folder))
+    recorder.close_trackers(heldout)
 
 
 def save_adapter(spectrum, vector: np.ndarray, target: Path) -> None:
