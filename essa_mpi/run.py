@@ -16,7 +16,7 @@ from .config import Config, UserError
 from .answers import Answers
 from .evolve import Generation, advice, evolve, new_search
 from .files import JsonLines, write_folder, write_json
-from .provenance import hash_model, provenance
+from .provenance import hash_model, provenance, warm_start
 from .rounding import warning as rounding_warning
 from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
 from .search import choose
@@ -85,6 +85,7 @@ class Prepared:
             raise UserError("config: answer = 'validated': there are no validation rows; set validation_data or "
                             "validation_rows, or another answer")
         self.rows_hash = f"{self.task.digest():016x}"
+        self.warm_start = warm_start(config.adapter)    # read with the adapter: later it may be another's
         self.reward = load_reward(config)
         self.model_hash = hash_model(config.model)
 
@@ -371,7 +372,8 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     recorder.check_owned()
     recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
     save_adapter(prepared.spectrum, vectors[config.answer], folder.adapter)
-    summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout)
+    summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout,
+                        prepared.warm_start)
     write_json(folder.summary, summary)
     world.say(closing(summary, folder))
     recorder.close_trackers(heldout)
