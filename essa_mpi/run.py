@@ -1,5 +1,6 @@
 """`python -m essa_mpi run`: from a config to a run folder with an evolved adapter in it."""
 
+import json
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from .provenance import hash_model, provenance, warm_start
 from .rounding import warning as rounding_warning
 from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
 from .search import choose
+from .tasks import SPLITS
 from .world import World
 
 
@@ -211,6 +213,7 @@ class Recorder:
         self._parent = checkpoint["path"] if checkpoint else None
         self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed, mode=config.mode,
                                       **{key: value for key, (value, _) in _inputs(config, prepared).items()},
+                                      rows=json.dumps({split: len(getattr(prepared.task, split)) for split in SPLITS}),
                                       hosts=" ".join(sorted(set(world.hosts))))
         self._trackers = trackers.Trackers(config, folder.path, world.say)
         self._inode = os.stat(folder.path).st_ino
