@@ -1,4 +1,4 @@
-"""The package and its extras: `pip install -e .[cpu]`, `[gpu]`, `[mpich]`, `[quickstart]`, `[test]`.
+"""The package and its extras: `pip install -e .[cpu]`, `[gpu]`, `[mpich]`, `[quickstart]`, `[trackers]`, `[test]`.
 
 jobs/setup.sh does this and mends what pip cannot express; read there before installing by hand.
 """
@@ -45,12 +45,15 @@ setup(
         "gpu": ["vllm==0.32.0"],
         "mpich": ["mpich==5.0.2"],      # an MPI from pip, for machines that have none
         "quickstart": ["gguf>=0.19"],   # jobs/prepare_model.py reads the model from a GGUF file
+        "trackers": ["tensorboard", "wandb"],
         "test": [
             "pytest>=9",                # faulthandler_exit_on_timeout
             "pytest-mpi==0.6",          # not mpi-pytest, which installs the same import name
             "cma==4.5.0",               # the search is held against both
             "cmaes==0.13.1",
             "scipy",
+            "tensorboard",              # what trackers write is read back
+            "wandb",
         ],
     },
 )

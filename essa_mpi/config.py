@@ -126,6 +126,7 @@ class Config:
     checkpoint_every: int = _key(1, low=1)
     keep_checkpoints: int = _key(2, low=2)
     samples_logged: int = _key(4, low=0)    # completions a generation written to samples.jsonl
+    trackers: list = _key([], one_of=("tensorboard", "wandb"))  # who gets a copy of metrics.jsonl; wandb offline
 
     # The warm start: `sft` (paper: batch 16, lr 1e-4, one epoch, rank 8).
     rank: int = _key(8, low=1)
@@ -144,6 +145,7 @@ class Config:
 RESUMABLE = frozenset({
     "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
     "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged", "answer",
+    "trackers",
 })
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Config)}
@@ -164,7 +166,13 @@ def _check(key, value):
         raise UserError(f"config: {key} = {json.dumps(value, default=str)}: needs {_WORDS[kind]}")
     if kind is float and not math.isfinite(value):
         raise UserError(f"config: {key} = {value}: needs a finite number")
-    if rule["one_of"] and value not in rule["one_of"]:
+    if kind is list and rule["one_of"]:
+        for item in value:
+            if item not in rule["one_of"]:
+                raise UserError(f"config: {key} = {json.dumps(value)}: {item!r} must be one of {', '.join(rule['one_of'])}")
+            if value.count(item) > 1:
+                raise UserError(f"config: {key} = {json.dumps(value)}: {item!r} is there twice; name it once")
+    elif rule["one_of"] and value not in rule["one_of"]:
         raise UserError(f"config: {key} = {value!r}: must be one of {', '.join(rule['one_of'])}")
     low, high = rule["low"], rule["high"]
     below = low is not None and (value <= low if rule["open_low"] else value < low)

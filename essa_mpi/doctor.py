@@ -11,7 +11,7 @@ import sys
 from .config import UserError
 
 NEEDED = ("numpy", "h5py", "mpi4py", "torch", "transformers", "peft", "safetensors")
-OPTIONAL = ("triton", "math-verify", "reasoning-gym", "datasets", "pyarrow", "mpich", "openmpi")
+OPTIONAL = ("triton", "math-verify", "reasoning-gym", "datasets", "pyarrow", "mpich", "openmpi", "tensorboard", "wandb")
 VLLM = "0.32.0"    # the version whose private parts `placement` touches
 
 

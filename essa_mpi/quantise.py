@@ -16,7 +16,7 @@ from .spectrum import SEARCHED, STATIC, check_model, model_shapes
 SCHEMES = ("w8a8", "w4a16")
 GROUP_SIZES = (128, 64, 32)      # what is tried where none is asked for, the largest first
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def quantise(model: str, out: str, scheme: str, group_size: int | None = None) -> str:
@@ -82,7 +82,7 @@ def _write(source: Path, folder: Path, config: dict, layers: dict, scheme: str, 
                                    ignore=["lm_head"])
     folder.mkdir()
     for path in source.iterdir():
-        if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
+        if path.is_file() and path.suffix not in WEIGHTS and not path.name.endswith(".index.json"):
             shutil.copy(path, folder / path.name)
     (folder / "config.json").write_text(json.dumps(
         {**config, "quantization_config": {**json.loads(described.model_dump_json()), "version": __version__}},

@@ -6,13 +6,14 @@ import tomllib
 import numpy as np
 
 from . import config as configuration
+from .provenance import WARM_START
 from .runfile import RunFolder, load_checkpoint, read_history
 
 PHASES = ("generate", "place", "score", "wait", "allgather", "update", "checkpoint")
 
 
-def summarise(config, ranks: int, dimension: int, history: dict, heldout) -> dict:
-    """What summary.json holds. history: `History.arrays()`; heldout: an Evaluation or None.
+def summarise(config, ranks: int, dimension: int, history: dict, heldout, warm_start: dict | None = None) -> dict:
+    """What summary.json holds. history: `History.arrays()`; heldout: an Evaluation or None; warm_start: sft.json.
 
     Seconds are sums over the generations; generate, place, score and wait are means over the ranks.
     """
@@ -25,6 +26,7 @@ def summarise(config, ranks: int, dimension: int, history: dict, heldout) -> dic
         "seconds": {**seconds, "evolving": float(total.sum()),
                     "per_generation": float(np.median(total)) if len(total) else None},
         "tokens": int(history["tokens"].sum()), "missing": int(history["missing"].sum()),
+        "warm_start": warm_start and {key: warm_start[key] for key in WARM_START},
         "heldout": None,
     }
     if heldout is not None:
@@ -44,6 +46,10 @@ def closing(summary: dict, folder: RunFolder) -> str:
         lines.append(f"{summary['generations']} generations of {seconds['per_generation']:.1f} s (median) on "
                      f"{summary['ranks']} rank{'s' * (summary['ranks'] > 1)}; where the time went:")
         lines.append("  " + "  ".join(f"{phase} {seconds[phase]:.2f} s" for phase in PHASES))
+        spent = summary.get("warm_start")       # not in summaries of release 0.1
+        if spent:
+            lines.append(f"warm start: {spent['steps']} steps, {_count(spent['tokens'])} tokens, {spent['seconds']:.0f} s "
+                         f"of supervised training, not in the times above")
     lines.append(f"run file  {folder.history}")
     lines.append(f"adapter   {folder.adapter}")
     return "\n".join(lines)
@@ -62,14 +68,14 @@ def scores_table(n: int, scores: dict[str, dict], answer: str = "") -> str:
         name = NAMES.get(arm, arm.replace("_", " "))
         if arm == "evolved" and answer:
             name += f" ({NAMES[answer]})"
-        lines.append(f"  {name:<{width}} {_number(score['accuracy'])} +- {_number(score['stderr'])}{missing}")
+        lines.append(f"  {name:<{width}} {number(score['accuracy'])} +- {number(score['stderr'])}{missing}")
     return "\n".join(lines)
 
 
 def paired_lines(differences: list[dict]) -> list[str]:
     """Arms against one another on the same rows."""
     return [f"  {d['arm'].replace('_', ' ')} minus {d['minus'].replace('_', ' ')}: {d['difference']:+.3f} +- "
-            f"{_number(d['stderr'])} (paired, {d['rows']} rows)" for d in differences]
+            f"{number(d['stderr'])} (paired, {d['rows']} rows)" for d in differences]
 
 
 def rates_table(samples: int, temperature: float, arms: dict[str, dict]) -> str:
@@ -79,7 +85,7 @@ def rates_table(samples: int, temperature: float, arms: dict[str, dict]) -> str:
              f"  {'':<11} " + "  ".join(f"{name:<14}" for name in names)]
     for arm, found in arms.items():
         lines.append(f"  {arm.replace('_', ' '):<11} " + "  ".join(
-            f"{_number(value)} +- {_number(error)}" for value, error in found.values()))
+            f"{number(value)} +- {number(error)}" for value, error in found.values()))
     return "\n".join(lines)
 
 
@@ -94,7 +100,12 @@ def drift_lines(found: dict[str, dict]) -> list[str]:
     return lines
 
 
-def _number(value) -> str:
+def _count(n: int) -> str:
+    """640, 11 k, 1.3 M."""
+    return f"{n}" if n < 1000 else f"{n / 1e3:.0f} k" if n < 999_500 else f"{n / 1e6:.1f} M"
+
+
+def number(value) -> str:
     """Three decimals; JSON has no NaN, so a score that is none is null there."""
     return "none" if value is None or not np.isfinite(value) else f"{value:.3f}"
 

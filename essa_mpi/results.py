@@ -1,18 +1,21 @@
 """`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
 
 import json
+import shutil
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from . import card
 from . import config as configuration
 from .answers import Answers
 from .config import Config, UserError
 from .files import write_folder, write_json
-from .runfile import RunFolder, load_checkpoint, read_history
+from .quantise import WEIGHTS
 from .rewards import load_reward
+from .runfile import Checkpoint, RunFolder, load_checkpoint, read_history
 from .spectrum import Spectrum, check_fits
 from .tasks import Row, load_task, one_line, read_file
 from .world import World
@@ -20,6 +23,12 @@ from .world import World
 
 def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
     """The warm start's spectrum and the run's answer at the newest checkpoint. Raises UserError."""
+    spectrum, vector, _, _ = _answer(config, run)
+    return spectrum, vector
+
+
+def _answer(config: Config, run: Path) -> tuple[Spectrum, np.ndarray, str, Checkpoint]:
+    """`_result`, which of the run's answers that is, and the checkpoint."""
     checkpoint = load_checkpoint(RunFolder.open(run))
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; it must finish a generation first")
@@ -38,7 +47,7 @@ def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
     vectors, answer = answers.vectors(mean), _asked(config, RunFolder.open(run))
     if answer not in vectors:
         raise UserError(f"config: answer = {answer!r}: {run} has none yet; there are {', '.join(vectors)}")
-    return spectrum, vectors[answer]
+    return spectrum, vectors[answer], answer, checkpoint
 
 
 def _asked(config: Config, folder: RunFolder) -> str:
@@ -181,17 +190,23 @@ def read_texts(path: str) -> list[Row]:
 
 
 def export(config: Config, run: str, adapter: str | None, out: str, merged: bool) -> str:
-    """Write a peft folder, or the merged model, to `out`. Returns a line that says so. Raises UserError."""
+    """Write a peft folder, or the merged model, with its card to `out`. Returns a line that says so. Raises UserError."""
     target = Path(out)
     if target.exists():
         raise UserError(f"--out {out}: is there already; name a folder that does not exist")
     if adapter is not None:
         spectrum = Spectrum.load(adapter, 1.0)
         vector = np.zeros(spectrum.dimension)
+        text = card.of_adapter(config, adapter, spectrum, target.name, merged)
     else:
-        spectrum, vector = _result(config, Path(run))
-    write = (lambda fresh: _merge(config, spectrum, vector, fresh)) if merged else (
-        lambda fresh: spectrum.save(fresh, vector))
+        spectrum, vector, answer, checkpoint = _answer(config, Path(run))
+        text = card.of_run(config, RunFolder.open(run), checkpoint, answer, spectrum, target.name, merged)
+
+    def write(fresh):
+        (_merge if merged else _adapter)(config, spectrum, vector, fresh)
+        (fresh / "README.md").write_text(text)
+        for path in fresh.iterdir():    # safetensors writes for the owner alone
+            path.chmod((fresh / "README.md").stat().st_mode)
     try:
         write_folder(target, write)
     except OSError as error:
@@ -199,10 +214,20 @@ def export(config: Config, run: str, adapter: str | None, out: str, merged: bool
     return f"{'merged model' if merged else 'adapter'} written to {out}"
 
 
+def _adapter(config: Config, spectrum: Spectrum, vector: np.ndarray, folder: Path) -> None:
+    """A peft folder that names its model, which the warm start's own may not do."""
+    spectrum.save(folder, vector)
+    path = folder / "adapter_config.json"
+    stored = json.loads(path.read_text())
+    for key, value in (("base_model_name_or_path", config.model), ("task_type", "CAUSAL_LM"), ("inference_mode", True)):
+        stored[key] = stored.get(key) or value
+    path.write_text(json.dumps(stored, indent=2) + "\n")
+
+
 def _merge(config: Config, spectrum: Spectrum, vector: np.ndarray, folder: Path) -> None:
-    """The model's own weights with U_B core V_A^T added in float64 and rounded once."""
+    """The model's own weights with U_B core V_A^T added in float64 and rounded once; its other files as they are."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, GenerationConfig
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype="auto", local_files_only=True)
     if getattr(model.config, "quantization_config", None):
         raise UserError(f"model {config.model} is quantised; export the adapter without --merged")
@@ -214,5 +239,12 @@ def _merge(config: Config, spectrum: Spectrum, vector: np.ndarray, folder: Path)
             weight = modules[p.module].weight
             update = torch.from_numpy(p.U_B @ core @ p.V_A.T)
             weight.copy_((weight.double() + update).to(weight.dtype))
+    source = Path(config.model)
+    if (source / "generation_config.json").is_file():   # copied below; transformers refuses to save some that it loads
+        model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(config.model, local_files_only=True).save_pretrained(folder)
+    # Copies: a tokenizer that is saved anew is one for this release of transformers.
+    for path in source.iterdir():
+        ours = path.name == "config.json" or path.suffix in WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not ours:
+            shutil.copyfile(path, folder / path.name)

@@ -1,5 +1,6 @@
 """`python -m essa_mpi run`: from a config to a run folder with an evolved adapter in it."""
 
+import json
 import os
 import sys
 import time
@@ -10,15 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from . import config as configuration
+from . import trackers
 from .choose import settle_mode
 from .config import Config, UserError
 from .answers import Answers
 from .evolve import Generation, advice, evolve, new_search
 from .files import JsonLines, write_folder, write_json
-from .provenance import hash_model, provenance
+from .provenance import hash_model, provenance, warm_start
 from .rounding import warning as rounding_warning
 from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
 from .search import choose
+from .tasks import SPLITS
 from .world import World
 
 
@@ -47,6 +50,8 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
               f"{search_name(config, D)}, mode {config.mode}, {size} rank{'s' * (size > 1)}")
 
     scorer = _start_scorer(world, config, prepared, folder, scorer_factory)
+    if recorder:
+        recorder.start_trackers()
     evolve(config, world, prepared.task, scorer, search, answers, start,
            recorder.record if recorder else lambda g: None)
     _finish(world, config, prepared, folder, scorer, search, answers, recorder)
@@ -81,6 +86,7 @@ class Prepared:
             raise UserError("config: answer = 'validated': there are no validation rows; set validation_data or "
                             "validation_rows, or another answer")
         self.rows_hash = f"{self.task.digest():016x}"
+        self.warm_start = warm_start(config.adapter)    # read with the adapter: later it may be another's
         self.reward = load_reward(config)
         for rows in (self.task.train, self.task.validation, self.task.heldout):
             self.reward.check(rows)
@@ -91,6 +97,8 @@ class Prepared:
 def _prepare(world: World, config: Config) -> Prepared:
     prepared, error = None, None
     try:
+        if world.rank == 0:
+            trackers.check(config.trackers)
         prepared = Prepared(config)
     except Exception as e:
         error = e
@@ -209,13 +217,26 @@ class Recorder:
         self._parent = checkpoint["path"] if checkpoint else None
         self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed, mode=config.mode,
                                       **{key: value for key, (value, _) in _inputs(config, prepared).items()},
+                                      rows=json.dumps({split: len(getattr(prepared.task, split)) for split in SPLITS}),
                                       hosts=" ".join(sorted(set(world.hosts))))
+        self._trackers = trackers.Trackers(config, folder.path, world.say)
         self._inode = os.stat(folder.path).st_ino
         self._warned = set()
         self._recent = deque(self.history.arrays()["times/seconds"][-5:], maxlen=5)
         self._last_checkpoint = 0.0
         self._spectrum, self._rounding_checked = prepared.spectrum, np.inf if engine else 0.0
         self.check_rounding()
+
+    def start_trackers(self) -> None:
+        """Once the engine is up: a start that fails leaves nothing of theirs, and they may start processes."""
+        self._trackers.start(self.history.arrays()["times/unix"])
+
+    def close_trackers(self, heldout) -> None:
+        """The last they get. heldout: an Evaluation or None."""
+        if heldout is not None:     # at the step after the last: a run that goes on from there drops them again
+            scores = {arm: score["accuracy"] for arm, score in heldout.scores.items()}
+            self._trackers.write(self._search.generation, {"heldout": scores}, time.time())
+        self._trackers.close()
 
     def check_rounding(self) -> None:
         """Warn, once, if candidates are rounded away; looked at anew each time sigma has halved."""
@@ -230,7 +251,7 @@ class Recorder:
 
     def record(self, g: Generation) -> None:
         """Write one generation down. Raises UserError if the disk refuses."""
-        config, header, ranks = self._config, g.exchanged.header, self._world.size
+        config, header, ranks, now = self._config, g.exchanged.header, self._world.size, time.time()
         mean = {name: float(header[f"{name}_ns"].mean()) / 1e9 for name in ("place", "generate", "score")}
         wait = g.exchanged.wait_mean
         counts = {name: g.exchanged.total(name) for name in ("completions", "tokens", "cut", "empty", "too_long")}
@@ -240,17 +261,19 @@ class Recorder:
             sigma=g.sigma, digest=g.digest, missing=g.missing, tokens=counts["tokens"], cut=counts["cut"],
             empty=counts["empty"], too_long=counts["too_long"], validation=g.validation,
             validation_n=g.validation_rows,
-            **{"times/unix": time.time(), "times/seconds": g.seconds["total"], "times/generate": mean["generate"],
+            **{"times/unix": now, "times/seconds": g.seconds["total"], "times/generate": mean["generate"],
                "times/place": mean["place"], "times/score": mean["score"], "times/wait": wait,
                "times/allgather": g.seconds["allgather"], "times/update": g.seconds["update"],
                "times/checkpoint": self._last_checkpoint})
-        self._metrics.append({
+        line = {
             "generation": g.number, "mean_fitness": float(finite.mean()), "best_fitness": float(finite.max()),
             "worst_fitness": float(finite.min()), "sigma": g.sigma, "validation": g.validation,
             "validation_rows": g.validation_rows, "missing": g.missing, **counts, **self._noise(g, counts),
             **self._components(g),
             "bytes_sent_per_rank": g.exchanged.bytes_sent, "allgathers": g.exchanged.count, "ranks": ranks,
-            "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}})
+            "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}}
+        self._metrics.append(line)
+        self._trackers.write(g.number, line, now)
         for sample in g.scores.samples:
             self._samples.append(sample)
         began = time.perf_counter()
@@ -362,9 +385,11 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     recorder.check_owned()
     recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
     save_adapter(prepared.spectrum, vectors[config.answer], folder.adapter)
-    summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout)
+    summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout,
+                        prepared.warm_start)
     write_json(folder.summary, summary)
     world.say(closing(summary, folder))
+    recorder.close_trackers(heldout)
 
 
 def save_adapter(spectrum, vector: np.ndarray, target: Path) -> None:

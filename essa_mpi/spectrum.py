@@ -77,7 +77,7 @@ class Spectrum:
         self.projections, self.kind, self.scales = projections, kind, scales
         self.dimension = sum(2 * p.searched for p in projections)   # D
         self.max_rank = max(p.rank for p in projections)
-        self._tensors, self._peft_config = tensors, peft_config
+        self._tensors, self.peft_config = tensors, peft_config
         self.source = _hash_tensors(tensors)      # of the adapter as it was read, on any machine
 
     @classmethod
@@ -189,7 +189,7 @@ class Spectrum:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(t)) for name, t in self.factors(x).items()}
         save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(self._peft_config, indent=2) + "\n")
+        (folder / "adapter_config.json").write_text(json.dumps(self.peft_config, indent=2) + "\n")
 
     def digest(self) -> str:
         """A hash of all that makes a candidate out of a search vector; compared between ranks at start."""

@@ -329,8 +329,9 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": args.preload})
 
     from essa_mpi import cli, config      # the path of `python -m essa_mpi run`
-    spare_torch()
     world, settings = cli._world(lambda: config.load(args.config, args.overrides))
+    if not settings.trackers:       # which need the real one
+        spare_torch()
     faults = Faults(world.rank, args.fault)
     counting = None
     if args.count:
