@@ -110,7 +110,8 @@ def _supervised(adapter: str) -> str:
 
 def _data(config: Config, known: dict) -> str:
     arguments = f" with {_code(json.dumps(config.task_args))}" if config.task_args else ""
-    lines = [f"Task {_code(config.task)}{arguments}, reward {_code(config.reward)}"]
+    reward = " + ".join(f"{weight:g} {_code(name)}" for name, weight in config.rewards.items()) or _code(config.reward)
+    lines = [f"Task {_code(config.task)}{arguments}, reward {reward}"]
     if "rows" in known:
         rows = json.loads(known["rows"])
         lines.append("Rows: " + ", ".join(f"{rows[split]} {what}" + _file(config, split) for split, what in SPLITS.items()

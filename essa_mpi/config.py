@@ -133,6 +133,7 @@ class Config:
     lora_alpha: float = _key(16.0, low=0.0, open_low=True)
     sft_lr: float = _key(1e-4, low=0.0, open_low=True)
     sft_batch: int = _key(16, low=1)
+    sft_micro_batch: int = _key(0, low=0)   # rows of a batch in memory at once; 0 = all of them
     sft_epochs: int = _key(1, low=1)
     sft_steps: int = _key(0, low=0)         # 0 = as many as the epochs hold
     sft_template: str = _key("{answer}")    # completion of a row that has no completion_key

@@ -114,7 +114,8 @@ def show(path) -> str:
     """A run in words, finished or not. Raises UserError if `path` is no run folder."""
     folder = RunFolder.open(path)
     config = configuration.load(folder.config)
-    lines = [f"{folder.path}: {config.model} with adapter {config.adapter}, task {config.task}, reward {config.reward}",
+    reward = " + ".join(f"{weight:g} {name}" for name, weight in config.rewards.items()) or config.reward
+    lines = [f"{folder.path}: {config.model} with adapter {config.adapter}, task {config.task}, reward {reward}",
              f"  {config.search} search, population {config.population}, batch {config.batch}, sigma {config.sigma}, "
              f"alpha {config.alpha}, {config.offsets} offsets, seed {config.seed}, mode {config.mode}"]
     failed = folder.path / "failed.txt"

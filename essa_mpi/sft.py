@@ -29,7 +29,8 @@ PROJECTIONS = SEARCHED      # what is trained is what is searched
 KEYS = ("model", "task", "task_args", "task_rows", "sft_data", "sft_rows", "validation_data", "validation_rows",
         "heldout_data", "heldout_rows", "split_seed", "prompt_key", "answer_key", "completion_key", "system_prompt",
         "chat", "reward", "rewards", "reward_style", "math_answer", "math_lenient", "gym_strict", "format_pattern",
-        "seed", "rank", "lora_alpha", "sft_lr", "sft_batch", "sft_epochs", "sft_steps", "sft_template", "sft_format_rate", "sft_check_rows", "sft_check_from", "max_tokens", "max_model_len", "stop")
+        "seed", "rank", "lora_alpha", "sft_lr", "sft_batch", "sft_micro_batch", "sft_epochs", "sft_steps", "sft_template",
+        "sft_format_rate", "sft_check_rows", "sft_check_from", "max_tokens", "max_model_len", "stop")
 
 
 def warm_start(config: Config, log=print) -> dict:
@@ -73,11 +74,10 @@ def warm_start(config: Config, log=print) -> dict:
             "format_rate": None, "mean_reward": None, "stopped_by_format": False}
     start = time.monotonic()
     for step in range(1, steps + 1):
-        loss, tokens, learnt = _loss(model, [examples[i] for i in next(batches)], device)
-        loss.backward()
+        loss, tokens, learnt = _backward(model, [examples[i] for i in next(batches)], config.sft_micro_batch, device)
         optimizer.step()
         optimizer.zero_grad()
-        done["steps"], done["loss"] = step, loss.item()
+        done["steps"], done["loss"] = step, loss
         done["tokens"] += tokens
         done["completion_tokens"] += learnt
         if not math.isfinite(done["loss"]):
@@ -229,6 +229,21 @@ def _left_pad(rows: list[list[int]], device: str) -> dict[str, torch.Tensor]:
 
 def _autocast(device: str):
     return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
+
+
+def _backward(model, examples, micro_batch: int, device: str) -> tuple[float, int, int]:
+    """`_loss` of the batch and its gradients, `micro_batch` (0: all) examples in memory at once; loss and counts.
+
+    A completion token weighs the same in whichever micro-batch it is: only the order of the sums differs.
+    """
+    size = micro_batch or len(examples)
+    whole = sum(len(completion) for _, completion in examples)
+    total, tokens, learnt = 0.0, 0, 0
+    for start in range(0, len(examples), size):
+        loss, seen, here = _loss(model, examples[start:start + size], device)
+        (loss * (here / whole)).backward()
+        total, tokens, learnt = total + loss.item() * here / whole, tokens + seen, learnt + here
+    return total, tokens, learnt
 
 
 def _loss(model, examples, device: str) -> tuple[torch.Tensor, int, int]:

@@ -146,6 +146,22 @@ def test_left_padding_has_finite_gradients(settings):
     assert any(g.abs().max() > 0 for g in grads)
 
 
+def test_micro_batches_give_the_gradient_of_the_whole_batch(settings):
+    model = sft._model(settings(), byte_tokenizer(), "cpu").double()
+    examples = [([5] * 30, [1, 2, 3, 0]), ([7, 8], [9, 0]), ([11, 12, 13], [14] * 9 + [0])]
+    found = []
+    for size in (0, 1, 2):
+        counts = sft._backward(model, examples, size, "cpu")
+        found.append((counts, [p.grad.clone() for p in model.parameters() if p.requires_grad]))
+        model.zero_grad()
+    (whole, gradients), *parts = found
+    assert whole[1:] == (51, 16) and any(g.abs().max() > 0 for g in gradients)
+    for counts, others in parts:
+        assert counts[0] == pytest.approx(whole[0], rel=1e-6) and counts[1:] == whole[1:]
+        for one, other in zip(gradients, others):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
+
+
 def test_padding_changes_no_completion(settings):
     config = settings(max_tokens=6)
     tokenizer, model = byte_tokenizer(), sft._model(settings(max_tokens=6), byte_tokenizer(), "cpu")
