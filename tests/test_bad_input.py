@@ -187,7 +187,7 @@ def case(name, change, says, words=RUN, ranks=0, env=None):
     case("batch-too-large", keys(batch=18), r"batch = 18: the train split .* has only 17 rows; lower batch"),
     case("row-in-two-splits", keys(validation_data="rows.jsonl"), r"17 prompts occur in two splits"),
     # the reward
-    case("no-such-reward", reward("exactt"), r"reward = 'exactt': there is no such reward; use exact, boxed"),
+    case("no-such-reward", reward("exactt"), r"reward = 'exactt': there is no such reward; use one of exact, boxed"),
     case("no-such-reward-on-2-ranks", reward("exactt"), r"reward = 'exactt': there is no such reward", ranks=2),
     case("no-reward-module", reward("nowhere:f"), r"importing nowhere failed: ModuleNotFoundError"),
     case("no-reward-function", reward("my_rewards:f", "def g(): pass"), r"my_rewards has no function 'f'; its functions: g"),
