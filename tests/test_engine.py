@@ -21,6 +21,7 @@ from essa_mpi import perturbation
 from essa_mpi.config import UserError, make
 from essa_mpi.engine import Request
 from essa_mpi.placement import PRIVATE_PARTS, fused_name
+from essa_mpi.rewards.base import Reward
 from essa_mpi.runfile import RunFolder, save_checkpoint
 from essa_mpi.spectrum import Spectrum
 
@@ -404,13 +405,11 @@ def test_seeds_decide_sampled_completions(engine, oracle, prompts):
         assert draw(0, [seed + 1 for seed in seeds]) != first
 
 
-class Length:
-    """A reward: how near a completion comes to a length."""
+class Length(Reward):
+    """How near a completion comes to a length."""
 
-    trouble = {}
-
-    def score(self, rows, texts):
-        return np.array([-abs(len(text) - row.answer) for row, text in zip(rows, texts)], float)
+    def _score(self, row, completion):
+        return -abs(len(completion) - row.answer)
 
 
 @pytest.mark.parametrize("engine", ["slots", pytest.param("shared", marks=pytest.mark.slow),
@@ -428,7 +427,7 @@ def test_what_a_search_exports_answers_in_peft_as_in_the_engine(engine, oracle, 
     rows = [Row(text, 20 + 5 * i, {}, None, f"test[{i}]") for i, text in enumerate(PROMPTS)]
     search = make_search("cma", oracle.spectrum.dimension, config.population, config.sigma, config.seed)
     engine.tokenizer = tokenizer
-    scorer = Scorer(engine, Length(), config)
+    scorer = Scorer(engine, Length("length", config), config)
     fitnesses = []
     for generation in range(2):
         arms = [Arm(f"candidate {k}", x, rows, np.arange(3)) for k, x in enumerate(search.ask(generation))]
