@@ -34,9 +34,11 @@ def of_run(config: Config, folder: RunFolder, checkpoint: Checkpoint, answer: st
     return "\n\n".join([
         _front(config, merged),
         f"# {config.name}",
+        f"{what}, trained with {known['method']} by essa_mpi, from a warm start on, by a reward." if answer == "trained" else
         f"{what}, evolved by {PAPER} with essa_mpi: from a warm start on, CMA-ES searched the singular values of the "
         f"adapter's factors, by a reward and with nothing but inference.",
-        "## How it was made", _history(config, checkpoint, answer, spectrum),
+        "## How it was made", _training(config, checkpoint) if answer == "trained" else
+        _history(config, checkpoint, answer, spectrum),
         "## Data", _data(config, known),
         "## Held-out scores", _scores(config, folder, checkpoint.generation, answer, merged),
         "## How to load it", _loading(config, spectrum, name, merged),
@@ -92,11 +94,28 @@ def _history(config: Config, checkpoint: Checkpoint, answer: str, spectrum: Spec
         f"{spectrum.max_rank}",
         f"Handed over: the {NAMES[answer]} of these generations",
     ]
-    if history:
-        ranks = known.get("ranks", "?")
-        lines.append(f"Cost: {int(history['tokens'].sum())} tokens generated in "
-                     f"{float(history['times/seconds'].sum()):.0f} s on {ranks} rank{'s' * (ranks != 1)}")
-    return _list(lines)
+    return _list(lines + _cost(history, known))
+
+
+def _training(config: Config, checkpoint: Checkpoint) -> str:
+    done, known = checkpoint.generation, checkpoint.attributes
+    of = f" of {config.generations}" if done < config.generations else ""
+    flat = checkpoint.groups["policy"]["flat"].size
+    what = "singular values" if config.parameters == "spectrum" else "LoRA parameters"
+    return _list([
+        _supervised(config.adapter),
+        f"Training: {known['method']}, {done}{of} steps of {config.batch} prompts x {config.group} rollouts at temperature "
+        f"{config.temperature:g}; AdamW, learning rate {config.lr:g}, divergence weight {config.kl:g}, seed {config.seed}",
+        f"Trained: {flat} {what}",
+        *_cost(checkpoint.groups.get("history", {}), known)])
+
+
+def _cost(history: dict, known: dict) -> list[str]:
+    if not history:
+        return []
+    ranks = known.get("ranks", "?")
+    return [f"Cost: {int(history['tokens'].sum())} tokens generated in "
+            f"{float(history['times/seconds'].sum()):.0f} s on {ranks} rank{'s' * (ranks != 1)}"]
 
 
 def _supervised(adapter: str) -> str:
@@ -153,7 +172,7 @@ def _scores(config: Config, folder: RunFolder, generation: int, answer: str, mer
     handed = summary.get("answer", "final")
     mine = "evolved" if answer == handed else answer
     if mine not in heldout:
-        return f"None: the run scored other answers than this, the {NAMES[answer]}; {again}."
+        return f"None: the run scored other answers than this, the {NAMES.get(answer, answer)}; {again}."
     lines = [f"Mean reward on {heldout['n']} held-out rows:", "",
              "| | accuracy | standard error | rows without a score |", "|---|---|---|---|"]
     for arm, score in heldout.items():

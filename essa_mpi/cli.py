@@ -36,8 +36,10 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
     command("sft", "the supervised warm start: trains the adapter the config names", config=True)
-    run = command("run", "evolve the adapter; under mpirun, on all ranks", config=True)
-    run.add_argument("--resume", action="store_true", help="continue runs/<name> from its newest checkpoint")
+    for name, text in (("run", "evolve the adapter; under mpirun, on all ranks"),
+                       ("grpo", "train the adapter with GRPO, DAPO, CISPO or a focal form of them; under mpirun, on all ranks")):
+        sub = command(name, text, config=True)
+        sub.add_argument("--resume", action="store_true", help="continue runs/<name> from its newest checkpoint")
     for name, text in (("eval", "score base, warm start and a run's result on the held-out rows"),
                        ("export", "write a run's result as a peft adapter, or merged into the model"),
                        ("show", "a run in words")):
@@ -85,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        {"sft": _sft, "run": _run, "eval": _eval, "export": _export, "show": _show, "quantise": _quantise,
+        {"sft": _sft, "run": _run, "grpo": _grpo, "eval": _eval, "export": _export, "show": _show, "quantise": _quantise,
          "doctor": _doctor}[args.command](args)
     except UserError as error:
         from .seat import launcher_rank
@@ -133,6 +135,13 @@ def _run(args) -> None:
     from . import config
     world, settings = _world(lambda: config.load(args.config, args.overrides))
     from .run import run
+    _guarded(world, lambda: run(world, settings, args.resume))
+
+
+def _grpo(args) -> None:
+    from . import config
+    world, settings = _world(lambda: config.load(args.config, args.overrides))
+    from .gradient.run import run
     _guarded(world, lambda: run(world, settings, args.resume))
 
 

@@ -69,6 +69,8 @@ class Config:
     step_size: str = _key("csa", one_of=("csa", "tpa"))  # how sigma adapts: cumulative, or by two points
     mean_decay: float = _key(0.0, low=0.0, high=0.5)  # share by which the mean returns to the warm start a generation
 
+    max_seconds: float = _key(0.0, low=0.0)  # evolving ends after the generation in which this passes; 0 = no limit
+
     # Which rows of the train split a generation is scored on.
     rows: str = _key("fresh", one_of=("fresh", "pool", "growing"))
     pool_rows: int = _key(0, low=0)         # pool: the rows of the pool (0 = batch, one fixed batch)
@@ -122,6 +124,27 @@ class Config:
     tensor_parallel: int = _key(1, low=1)
     vllm: dict = _key({})                   # passed to vllm.LLM as it is
 
+    # The gradient methods: `grpo`. A generation is a step here: `batch` prompts, `group` rollouts of each. The defaults
+    # are those of F-GRPO (arXiv 2602.06717, appendix), whose learning rate is for all weights of 3B to 7B models.
+    loss: str = _key("grpo", one_of=("grpo", "dapo", "cispo", "dr_grpo"))
+    parameters: str = _key("lora", one_of=("lora", "spectrum"))  # the factors, or the singular values that ESSA searches
+    group: int = _key(8, low=2)
+    lr: float = _key(1e-6, low=0.0, open_low=True)
+    warmup_steps: int = _key(15, low=0)     # updates over which lr rises to its value, linearly
+    weight_decay: float = _key(0.01, low=0.0)
+    clip_norm: float = _key(1.0, low=0.0)   # of the gradient; 0 = not clipped
+    clip_low: float = _key(0.0, low=0.0)    # ratios below 1 - clip_low and above 1 + clip_high are clipped;
+    clip_high: float = _key(0.0, low=0.0)   # 0 = the loss's own: grpo .2 .2, dapo .2 .28, cispo 1 5, dr_grpo .2 .2
+    kl: float = _key(0.0, low=0.0)          # weight of the divergence from the warm start, estimated by k3
+    advantages: str = _key("auto", one_of=("auto", "std", "mean"))  # std: over the group's deviation; auto: dr_grpo's is mean
+    inner_epochs: int = _key(1, low=1)      # passes over a step's rollouts
+    mini_batch: int = _key(0, low=0)        # prompts an update; 0 = all of the step's
+    micro_batch: int = _key(16, low=1)      # sequences in memory at once
+    focal_gamma: float = _key(0.0, low=0.0)  # F-GRPO: advantages times (1 - share of right rollouts)^gamma; 0 = off
+    focal_threshold: float | None = _key(None)  # the reward from which a rollout is right; not needed if they are 0 and 1
+    dynamic_sampling: int = _key(0, low=0)  # DAPO: at most so many draws a step, till there are `batch` groups that differ
+    train_dtype: str = _key("auto", one_of=("auto", "bfloat16", "float32"))  # of the base model; auto: as `dtype`
+
     # The run folder.
     checkpoint_every: int = _key(1, low=1)
     keep_checkpoints: int = _key(2, low=2)
@@ -146,7 +169,7 @@ class Config:
 RESUMABLE = frozenset({
     "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
     "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged", "answer",
-    "trackers",
+    "trackers", "max_seconds", "micro_batch",
 })
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Config)}
@@ -161,6 +184,8 @@ def _check(key, value):
         hint = f"did you mean `{near[0]}`?" if near else "see essa_mpi/config.py for the keys there are"
         raise UserError(f"config: unknown key `{key}`; {hint}")
     kind, rule = _FIELDS[key].type, _FIELDS[key].metadata
+    if kind == float | None:    # None stands for a key that is not there: TOML has no word for it
+        kind = float
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is list and not all(type(v) is str for v in value)):
@@ -294,8 +319,8 @@ def _toml(value) -> str:
 
 
 def dump(config: Config) -> str:
-    """The config as TOML, every key written out, so that `load` gives it back."""
-    return "".join(f"{key} = {_toml(getattr(config, key))}\n" for key in _FIELDS)
+    """The config as TOML, every key that has a value written out, so that `load` gives it back."""
+    return "".join(f"{key} = {_toml(value)}\n" for key in _FIELDS if (value := getattr(config, key)) is not None)
 
 
 def check_resumable(stored: Config, asked: Config) -> None:

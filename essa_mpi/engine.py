@@ -29,6 +29,7 @@ class Completion:
     tokens: tuple[int, ...]
     cut: bool         # stopped by max_tokens
     too_long: bool    # the prompt did not fit max_model_len; nothing was generated
+    logprobs: tuple[float, ...] = ()    # of `tokens`, in nats, where asked for
 
 
 def on_cpu() -> bool:
@@ -47,7 +48,7 @@ class Engine:
         """Start vLLM (seconds). Raises UserError for what the user can mend."""
         from vllm import LLM
         from vllm.lora.request import LoRARequest
-        self._config, self._spectrum = config, spectrum
+        self._config, self._spectrum, self._placed = config, spectrum, spectrum
         self._merged = config.mode == "merged"
         if self._merged and config.tensor_parallel > 1:
             raise UserError("config: mode = 'merged' needs tensor_parallel = 1; use mode = 'shared'")
@@ -96,12 +97,19 @@ class Engine:
     def reset_clock(self) -> None:
         self.seconds = {"place": 0.0, "generate": 0.0}
 
-    def place(self, vectors: list[np.ndarray | None]) -> None:
+    def place(self, vectors: list) -> None:
         """Make `vectors` (search vectors (D,), or None for the base model) the placed candidates 0, 1, ...
 
-        At most `capacity` that are not None; in merged mode one in all.
+        At most `capacity` that are not None; in merged mode one in all. A Spectrum, the only one then, is another
+        adapter of the same shapes, as its x = 0 is; mode shared alone can hold it.
         """
         began = time.perf_counter()
+        if any(isinstance(v, Spectrum) for v in vectors):
+            [other] = vectors
+            self._rebase(other)
+            vectors = [np.zeros(self._spectrum.dimension)]
+        elif any(v is not None for v in vectors):
+            self._rebase(self._spectrum)
         placed = [v for v in vectors if v is not None]
         if len(placed) > self.capacity:
             raise ValueError(f"{len(placed)} candidates for {self.capacity} places")
@@ -118,10 +126,21 @@ class Engine:
             raise RuntimeError("vLLM did not reset its prefix cache: requests of an earlier batch are unfinished")
         self.seconds["place"] += time.perf_counter() - began
 
-    def generate(self, requests: list[Request], sampling: Config | None = None) -> list[Completion]:
+    def _rebase(self, spectrum: Spectrum) -> None:
+        """Candidates are from now on of this spectrum: V_A and U_B are written anew, if they are others."""
+        if spectrum is self._placed:
+            return
+        if self._config.mode != "shared":
+            raise UserError(f"config: mode = {self._config.mode!r}: another adapter is placed in mode = 'shared' only")
+        self._llm.collective_rpc("essa_rebase", args=(spectrum,))
+        self._placed = spectrum
+
+    def generate(self, requests: list[Request], sampling: Config | None = None,
+                 logprobs: bool = False) -> list[Completion]:
         """Complete all requests in one continuous batch; the order of `requests` is kept.
 
         sampling: the config whose temperature, top_p, max_tokens and stop hold; the engine's own if absent.
+        logprobs: note the log-probability with which each token was drawn.
         """
         from vllm import SamplingParams
         began = time.perf_counter()
@@ -130,7 +149,8 @@ class Engine:
         batch = [r for r, ok in zip(requests, fits) if ok]
         params = [SamplingParams(
             temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens,
-            stop=config.stop or None, seed=r.seed if config.temperature > 0 else None) for r in batch]
+            stop=config.stop or None, seed=r.seed if config.temperature > 0 else None,
+            logprobs=0 if logprobs else None) for r in batch]
         adapters = None if self._merged else [self._adapters[self._slot_of.get(r.candidate, -1)] for r in batch]
         outputs = iter(self._llm.generate(
             [{"prompt_token_ids": r.prompt} for r in batch], params, use_tqdm=False,
@@ -141,7 +161,8 @@ class Engine:
                 completions.append(Completion("", (), cut=False, too_long=True))
                 continue
             out = next(outputs).outputs[0]
-            completions.append(Completion(out.text, tuple(out.token_ids), out.finish_reason == "length", False))
+            drawn = tuple(at[t].logprob for at, t in zip(out.logprobs, out.token_ids)) if logprobs else ()
+            completions.append(Completion(out.text, tuple(out.token_ids), out.finish_reason == "length", False, drawn))
         self.seconds["generate"] += time.perf_counter() - began
         return completions
 

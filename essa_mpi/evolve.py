@@ -31,14 +31,18 @@ class Generation:
     seconds: dict[str, float]    # of this rank: perturb, place, generate, score, wait, allgather, update, total
 
 
-def evolve(config: Config, world: World, task, scorer, search, answers: Answers, start: int, record) -> None:
+def evolve(config: Config, world: World, task, scorer, search, answers: Answers, start: int, record,
+           elapsed: float = 0.0) -> None:
     """Evolve from generation `start` up to config.generations; `record(Generation)` after each.
+
+    elapsed: seconds evolved before, of config.max_seconds; when they have passed on any rank, the generation is the last.
 
     One collective a generation: `world.exchange` (more with racing or re-evaluation: see `rounds`). A closing
     one after the last update checks that the search states are still equal. Raises DigestError on every
     rank if they are not.
     """
     rows, clock, digest = Rows(config, len(task.train)), Stopwatch(), search.digest()
+    began_all = time.monotonic() - elapsed
     for generation in range(start, config.generations):
         began = time.perf_counter()
         batch = rows.batch(generation)                                    # the same rows on every rank
@@ -47,7 +51,8 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
         others = companions(config, task, generation, mean, batch)        # ride in the same all-gather
         perturbed = time.perf_counter()
 
-        rounds = Round(world, scorer, generation, digest, clock)
+        late = bool(config.max_seconds) and time.monotonic() - began_all > config.max_seconds
+        rounds = Round(world, scorer, generation, digest, clock, late)
         scores = score_generation(config, rounds, candidates, list(others.values()), search.mu,
                                   rows.further(generation))               # the only collective
         gathered = time.perf_counter()
@@ -70,6 +75,8 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
             {"perturb": perturbed - began, "place": busy.place, "generate": busy.generate, "score": busy.score,
              "wait": exchanged.wait, "allgather": exchanged.seconds, "update": ended - gathered,
              "total": ended - began}))
+        if exchanged.header["stop"].any():
+            break
     world.exchange([], [], digest, Busy())
 
 

@@ -142,6 +142,11 @@ class Placement:
         """Candidate k for the tokens of adapter k + 1. offsets: (K, 2, projections, r) float64, added to s_A and to s_B."""
         self._essa_shared.place(offsets)
 
+    def essa_rebase(self, spectrum: Spectrum) -> None:
+        """Candidates are of this spectrum from now on: another adapter of the same shapes."""
+        self._essa = spectrum
+        self._essa_shared.rebase(spectrum)
+
     # -- merged: one candidate in the base weights -----------------------------------------------
 
     def _essa_setup_merged(self, modules: dict, layers: dict) -> None:

@@ -9,20 +9,25 @@ from . import config as configuration
 from .provenance import WARM_START
 from .runfile import RunFolder, load_checkpoint, read_history
 
-PHASES = ("generate", "place", "score", "wait", "allgather", "update", "checkpoint")
+PHASES = ("generate", "place", "score", "wait", "allgather", "train", "allreduce", "update", "checkpoint")
 
 
 def summarise(config, ranks: int, dimension: int, history: dict, heldout, warm_start: dict | None = None) -> dict:
-    """What summary.json holds. history: `History.arrays()`; heldout: an Evaluation or None; warm_start: sft.json.
+    """What summary.json holds of an evolution. history: `History.arrays()`; heldout: an Evaluation or None; warm_start: sft.json."""
+    return {"name": config.name, "dimension": dimension, "population": config.population, "search": config.search,
+            "answer": config.answer, **basics(config, ranks, history, heldout, warm_start)}
 
-    Seconds are sums over the generations; generate, place, score and wait are means over the ranks.
+
+def basics(config, ranks: int, history: dict, heldout, warm_start: dict | None = None) -> dict:
+    """What is in the summary of any run.
+
+    Seconds are sums over the generations; generate, place, score, train and wait are means over the ranks.
     """
-    seconds = {phase: float(history[f"times/{phase}"].sum()) for phase in PHASES}
+    seconds = {phase: float(history[f"times/{phase}"].sum()) for phase in PHASES if f"times/{phase}" in history}
     total = history["times/seconds"]
     summary = {
-        "name": config.name, "model": config.model, "ranks": ranks, "dimension": dimension,
-        "population": config.population, "batch": config.batch, "generations": len(total), "seed": config.seed,
-        "search": config.search, "mode": config.mode, "answer": config.answer,
+        "name": config.name, "model": config.model, "ranks": ranks, "batch": config.batch, "generations": len(total),
+        "seed": config.seed, "mode": config.mode,
         "seconds": {**seconds, "evolving": float(total.sum()),
                     "per_generation": float(np.median(total)) if len(total) else None},
         "tokens": int(history["tokens"].sum()), "missing": int(history["missing"].sum()),
@@ -43,9 +48,13 @@ def closing(summary: dict, folder: RunFolder) -> str:
         lines.append(scores_table(summary["heldout"]["n"], scores, summary.get("answer", "final")))
     seconds = summary["seconds"]
     if summary["generations"]:
-        lines.append(f"{summary['generations']} generations of {seconds['per_generation']:.1f} s (median) on "
+        steps = "steps" if "method" in summary else "generations"
+        lines.append(f"{summary['generations']} {steps} of {seconds['per_generation']:.1f} s (median) on "
                      f"{summary['ranks']} rank{'s' * (summary['ranks'] > 1)}; where the time went:")
-        lines.append("  " + "  ".join(f"{phase} {seconds[phase]:.2f} s" for phase in PHASES))
+        lines.append("  " + "  ".join(f"{phase} {seconds[phase]:.2f} s" for phase in PHASES if phase in seconds))
+        if "bytes_reduced" in summary:
+            lines.append(f"a rank sent {_bytes(summary['bytes_reduced'])} of gradients and "
+                         f"{_bytes(summary['bytes_gathered'])} of scores; a rank took {summary['peak_gib']:.1f} GiB at most")
         spent = summary.get("warm_start")       # not in summaries of release 0.1
         if spent:
             lines.append(f"warm start: {spent['steps']} steps, {_count(spent['tokens'])} tokens, {spent['seconds']:.0f} s "
@@ -100,6 +109,14 @@ def drift_lines(found: dict[str, dict]) -> list[str]:
     return lines
 
 
+def _bytes(n: int) -> str:
+    """512 B, 14 kB, 3.2 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} B"
+
+
 def _count(n: int) -> str:
     """640, 11 k, 1.3 M."""
     return f"{n}" if n < 1000 else f"{n / 1e3:.0f} k" if n < 999_500 else f"{n / 1e6:.1f} M"
@@ -115,9 +132,7 @@ def show(path) -> str:
     folder = RunFolder.open(path)
     config = configuration.load(folder.config)
     reward = " + ".join(f"{weight:g} {name}" for name, weight in config.rewards.items()) or config.reward
-    lines = [f"{folder.path}: {config.model} with adapter {config.adapter}, task {config.task}, reward {reward}",
-             f"  {config.search} search, population {config.population}, batch {config.batch}, sigma {config.sigma}, "
-             f"alpha {config.alpha}, {config.offsets} offsets, seed {config.seed}, mode {config.mode}"]
+    lines = [f"{folder.path}: {config.model} with adapter {config.adapter}, task {config.task}, reward {reward}"]
     failed = folder.path / "failed.txt"
     if failed.exists():
         lines.append(f"  it failed: {(failed.read_text().splitlines() or ['for a reason it could not write'])[0]}")
@@ -126,20 +141,25 @@ def show(path) -> str:
         return "\n".join(lines)
     history, attributes = read_history(folder.history)
     config = configuration.make(tomllib.loads(attributes["config"]))   # a resume may have asked for more generations
-    done = len(history["generation"])
+    done, method = len(history["generation"]), attributes.get("method")
+    lines.insert(1, f"  {method}: batch {config.batch} x {config.group} rollouts, lr {config.lr:g}, seed {config.seed}"
+                 if method else
+                 f"  {config.search} search, population {config.population}, batch {config.batch}, sigma {config.sigma}, "
+                 f"alpha {config.alpha}, {config.offsets} offsets, seed {config.seed}, mode {config.mode}")
     lines.append(f"  {done} of {config.generations} generations, essa_mpi {attributes.get('package_version')}, "
                  f"{attributes.get('ranks')} ranks on {attributes.get('hosts')}")
     for i in range(done):
         validation = history["validation"][i]
         lines.append(f"  {i + 1:4d}  fitness {history['mean_fitness'][i]:.3f}  best {history['best_fitness'][i]:.3f}  "
-                     f"sigma {history['sigma'][i]:.3g}  {history['times/seconds'][i]:.1f} s"
+                     + (f"norm {history['gradient_norm'][i]:.3g}" if method else f"sigma {history['sigma'][i]:.3g}")
+                     + f"  {history['times/seconds'][i]:.1f} s"
                      + (f"  validation {validation:.3f}" if np.isfinite(validation) else "")
                      + (f"  {history['missing'][i]} missing" if history["missing"][i] else ""))
     checkpoint = load_checkpoint(folder)
     if checkpoint:
         lines.extend("  " + note for note in checkpoint.notes)
         if checkpoint.generation < config.generations:
-            lines.append(f"  not finished: continue with `run CONFIG --resume` (checkpoint {checkpoint.path})")
+            lines.append(f"  not finished: continue with `{'grpo' if method else 'run'} CONFIG --resume` (checkpoint {checkpoint.path})")
     if folder.summary.exists():
         try:
             summary = json.loads(folder.summary.read_text())

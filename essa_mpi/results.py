@@ -21,14 +21,11 @@ from .tasks import Row, load_task, one_line, read_file
 from .world import World
 
 
-def _result(config: Config, run: Path) -> tuple[Spectrum, np.ndarray]:
-    """The warm start's spectrum and the run's answer at the newest checkpoint. Raises UserError."""
-    spectrum, vector, _, _ = _answer(config, run)
-    return spectrum, vector
+def _answer(config: Config, run: Path) -> tuple[Spectrum, object, str, Checkpoint]:
+    """(the warm start's spectrum, the run's result as `Engine.place` takes it, which that is, the newest checkpoint).
 
-
-def _answer(config: Config, run: Path) -> tuple[Spectrum, np.ndarray, str, Checkpoint]:
-    """`_result`, which of the run's answers that is, and the checkpoint."""
+    Raises UserError.
+    """
     checkpoint = load_checkpoint(RunFolder.open(run))
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; it must finish a generation first")
@@ -36,6 +33,8 @@ def _answer(config: Config, run: Path) -> tuple[Spectrum, np.ndarray, str, Check
     if checkpoint.attributes.get("adapter_hash", spectrum.source) != spectrum.source:
         raise UserError(f"the adapter {config.adapter} is not the one {run} started from any more (its tensors "
                         f"differ): put it back, or pass --adapter {run}/adapter for the run's own result")
+    if "policy" in checkpoint.groups:
+        return spectrum, _trained(config, spectrum, checkpoint.groups["policy"]["flat"], run), "trained", checkpoint
     mean = checkpoint.groups["search"]["mean"]
     if mean.shape != (spectrum.dimension,):
         raise UserError(f"the adapter {config.adapter} has {spectrum.dimension} searched singular values but {run} "
@@ -48,6 +47,16 @@ def _answer(config: Config, run: Path) -> tuple[Spectrum, np.ndarray, str, Check
     if answer not in vectors:
         raise UserError(f"config: answer = {answer!r}: {run} has none yet; there are {', '.join(vectors)}")
     return spectrum, vectors[answer], answer, checkpoint
+
+
+def _trained(config: Config, spectrum: Spectrum, flat: np.ndarray, run: Path):
+    """The policy of a gradient method's run."""
+    from .gradient.policy import PARAMETERS
+    parameters = PARAMETERS[config.parameters](spectrum)
+    if flat.shape != parameters.start.shape:
+        raise UserError(f"the adapter {config.adapter} has {parameters.start.size} parameters but {run} trained {flat.size}: "
+                        f"it is not the warm start of this run")
+    return parameters.placed(flat)
 
 
 def _asked(config: Config, folder: RunFolder) -> str:
@@ -81,7 +90,7 @@ TASK_KEYS = ("task", "task_args", "task_rows", "split_seed", "prompt_key", "answ
 
 def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     """Score base, warm start and result (or base and `asked.adapter`) on held-out rows, and what else is asked for."""
-    from .run import Prepared, _start_scorer
+    from .run import Prepared, start_scorer
     prepared = vectors = error = folder = texts = None
     tasks = []
     try:
@@ -94,9 +103,13 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         prepared = Prepared(config)
         if not prepared.task.heldout:
             raise UserError("there are no held-out rows; set heldout_data or heldout_rows with --set")
-        zero = np.zeros(prepared.spectrum.dimension)
-        vectors = {"base": None, "adapter": zero} if asked.adapter is not None else {
-            "base": None, "warm_start": zero, "evolved": _result(config, Path(run))[1]}
+        vectors = {"base": None}
+        if asked.adapter is not None:
+            vectors["adapter"] = np.zeros(prepared.spectrum.dimension)
+        else:
+            _, result, answer, _ = _answer(config, Path(run))
+            vectors["warm_start"] = np.zeros(prepared.spectrum.dimension)
+            vectors["trained" if answer == "trained" else "evolved"] = result
         tasks = [(config.name, config, prepared.task.heldout, prepared.reward)] + [
             _further(config, file) for file in asked.tasks]
         texts = read_texts(asked.drift_texts)[:asked.drift] if asked.drift_texts else []
@@ -109,7 +122,7 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     world.agree(error)
     world.failure_file = str(failure)
     world.install_hooks()
-    scorer = _start_scorer(world, config, prepared, folder, None)
+    scorer = start_scorer(world, config, prepared, folder, None)
     for _, _, _, reward in tasks[1:]:
         reward.close()      # what was started before has the terminal for its output; it starts again when needed
     found = {name: _score(world, settings, scorer, vectors, rows, reward, asked, name) for name, settings, rows, reward in tasks}
@@ -201,6 +214,8 @@ def export(config: Config, run: str, adapter: str | None, out: str, merged: bool
     else:
         spectrum, vector, answer, checkpoint = _answer(config, Path(run))
         text = card.of_run(config, RunFolder.open(run), checkpoint, answer, spectrum, target.name, merged)
+        if isinstance(vector, Spectrum):
+            spectrum, vector = vector, np.zeros(vector.dimension)
 
     def write(fresh):
         (_merge if merged else _adapter)(config, spectrum, vector, fresh)

@@ -47,9 +47,13 @@ class Scores:
 class Round:
     """Scores arms on this rank and exchanges; counts what the rounds of a generation cost together."""
 
-    def __init__(self, world: World, scorer, generation: int, digest: int, clock):
-        """clock() -> seconds since the last call: what this rank was busy before the all-gather."""
+    def __init__(self, world: World, scorer, generation: int, digest: int, clock, stop: bool = False):
+        """clock() -> seconds since the last call: what this rank was busy before the all-gather.
+
+        stop: this rank wants the run to end after this generation.
+        """
         self._world, self._scorer, self._generation, self._digest = world, scorer, generation, digest
+        self._stop = stop
         self._clock, self.exchanged, self.busy, self.samples = clock, None, Busy(), []
 
     def score(self, arms: list[Arm]) -> tuple[list[ArmScore], float]:
@@ -57,16 +61,17 @@ class Round:
         lengths = [len(arm.indices) for arm in arms]
         scores, busy, samples = self._scorer.score(arms, self._world.share(lengths), self._generation)
         busy.total = self._clock()
-        found = self._world.exchange(lengths, scores, self._digest, busy)
+        found = self._world.exchange(lengths, scores, self._digest, busy, self._stop)
         self._clock()
         for name in ("place", "generate", "score", "total"):
             setattr(self.busy, name, getattr(self.busy, name) + getattr(busy, name))
         self.samples = self.samples or samples
-        self.exchanged = found if self.exchanged is None else _together(self.exchanged, found)
+        self.exchanged = found if self.exchanged is None else together(self.exchanged, found)
         return found.arms, found.worst
 
 
-def _together(a: Exchanged, b: Exchanged) -> Exchanged:
+def together(a: Exchanged, b: Exchanged) -> Exchanged:
+    """What two all-gathers of a generation were in all."""
     header = {name: a.header[name] + b.header[name] for name in a.header}
     header["digest"] = b.header["digest"]
     for mine, more in zip(a.components, b.components):

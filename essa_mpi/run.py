@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from .choose import settle_mode
 from .config import Config, UserError
 from .answers import Answers
 from .evolve import Generation, advice, evolve, new_search
-from .files import JsonLines, write_folder, write_json
+from .files import write_folder, write_json
 from .provenance import hash_model, provenance, warm_start
 from .rounding import warning as rounding_warning
-from .runfile import History, RunFolder, history_schema, load_checkpoint, lock, save_checkpoint
+from .record import Record, duration
+from .runfile import RunFolder, history_schema, load_checkpoint, lock
 from .search import choose
 from .tasks import SPLITS
 from .world import World
@@ -30,8 +30,8 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
 
     scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests).
     """
-    prepared = _prepare(world, config)
-    folder, checkpoint, held = _open_folder(world, config, prepared, resume)
+    prepared = prepare(world, config)
+    folder, checkpoint, held = open_folder(world, config, prepared, resume)
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
     config = settle_mode(world, config, folder, checkpoint)
@@ -49,11 +49,11 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     world.say(f"{config.name}: {D} singular values, population {config.population} x {config.batch} rows, "
               f"{search_name(config, D)}, mode {config.mode}, {size} rank{'s' * (size > 1)}")
 
-    scorer = _start_scorer(world, config, prepared, folder, scorer_factory)
+    scorer = start_scorer(world, config, prepared, folder, scorer_factory)
     if recorder:
         recorder.start_trackers()
     evolve(config, world, prepared.task, scorer, search, answers, start,
-           recorder.record if recorder else lambda g: None)
+           recorder.record if recorder else lambda g: None, recorder.elapsed() if recorder else 0.0)
     _finish(world, config, prepared, folder, scorer, search, answers, recorder)
     if held:
         held.close()
@@ -94,7 +94,7 @@ class Prepared:
         self.model_hash = hash_model(config.model)
 
 
-def _prepare(world: World, config: Config) -> Prepared:
+def prepare(world: World, config: Config) -> Prepared:
     prepared, error = None, None
     try:
         if world.rank == 0:
@@ -114,15 +114,26 @@ def _prepare(world: World, config: Config) -> Prepared:
     return prepared
 
 
-def _inputs(config: Config, prepared: Prepared) -> dict[str, tuple[str, str]]:
+def provenance_of(world: World, config: Config, prepared: Prepared) -> dict:
+    """The attributes of the run's files."""
+    return provenance(configuration.dump(config), ranks=world.size, seed=config.seed, mode=config.mode,
+                      **{key: value for key, (value, _) in inputs(config, prepared).items()},
+                      rows=json.dumps({split: len(getattr(prepared.task, split)) for split in SPLITS}),
+                      hosts=" ".join(sorted(set(world.hosts))))
+
+
+def inputs(config: Config, prepared: Prepared) -> dict[str, tuple[str, str]]:
     """What a resumed run must find unchanged: attribute -> (hash, what it is)."""
     return {"model_hash": (prepared.model_hash, f"the model {config.model}"),
             "adapter_hash": (prepared.spectrum.source, f"the adapter {config.adapter}"),
             "rows_hash": (prepared.rows_hash, f"the rows of {config.task}")}
 
 
-def _open_folder(world: World, config: Config, prepared: Prepared, resume: bool):
-    """(RunFolder, what to resume from or None, the lock), rank 0's but for the lock; rank 0 touches the disk."""
+def open_folder(world: World, config: Config, prepared: Prepared, resume: bool, holds: str = "search"):
+    """(RunFolder, what to resume from or None, the lock), rank 0's but for the lock; rank 0 touches the disk.
+
+    holds: the group that a checkpoint of this command has.
+    """
     folder = state = error = held = None
     if world.rank == 0:
         try:
@@ -136,8 +147,11 @@ def _open_folder(world: World, config: Config, prepared: Prepared, resume: bool)
                 if not found and folder.history.exists():
                     raise UserError(f"--resume: {folder.path} has a history but no checkpoint; put its checkpoints "
                                     f"back, or start again without --resume")
+                if found and holds not in found.groups:
+                    other = "run" if holds == "policy" else "grpo"
+                    raise UserError(f"--resume: {folder.path} was started by `{other}`; continue it with that command")
                 if found:
-                    for key, (mine, what) in _inputs(config, prepared).items():
+                    for key, (mine, what) in inputs(config, prepared).items():
                         if found.attributes.get(key, mine) != mine:
                             raise UserError(f"--resume: {what} changed since {folder.path} was started; put it back, "
                                             f"or start a new run without --resume")
@@ -159,7 +173,7 @@ def _open_folder(world: World, config: Config, prepared: Prepared, resume: bool)
     return *world.comm.bcast((folder, state) if world.rank == 0 else None), held
 
 
-def _start_scorer(world, config, prepared, folder, factory):
+def start_scorer(world, config, prepared, folder, factory):
     """Engine and reward on every rank; their output goes to logs/, not over the progress lines."""
     if factory is not None:
         return factory(config, prepared.spectrum, prepared.task)
@@ -199,44 +213,17 @@ def quiet(world: World, log: Path) -> None:
     os.close(target)
 
 
-class Recorder:
-    """Rank 0's files: history, metrics, samples, checkpoints, and the progress line."""
+class Recorder(Record):
+    """Rank 0's files, and the progress line, of an evolution."""
 
     def __init__(self, world: World, config: Config, prepared: Prepared, folder: RunFolder, search,
                  answers: Answers, checkpoint: dict | None, engine: bool):
         """engine: False if candidates go into none, so that none can be rounded."""
-        self._world, self._config, self._folder, self._search = world, config, folder, search
-        self._answers, self._parts = answers, prepared.reward.names
-        self._schema = history_schema(config.population)
-        self.history = (History.from_arrays(self._schema, checkpoint["history"]) if checkpoint
-                        else History(self._schema))
-        self._metrics, self._samples = JsonLines(folder.metrics), JsonLines(folder.samples)
-        attributes = checkpoint["attributes"] if checkpoint else {"metrics_bytes": 0, "samples_bytes": 0}
-        self._metrics.truncate(int(attributes["metrics_bytes"]))
-        self._samples.truncate(int(attributes["samples_bytes"]))
-        self._parent = checkpoint["path"] if checkpoint else None
-        self._provenance = provenance(configuration.dump(config), ranks=world.size, seed=config.seed, mode=config.mode,
-                                      **{key: value for key, (value, _) in _inputs(config, prepared).items()},
-                                      rows=json.dumps({split: len(getattr(prepared.task, split)) for split in SPLITS}),
-                                      hosts=" ".join(sorted(set(world.hosts))))
-        self._trackers = trackers.Trackers(config, folder.path, world.say)
-        self._inode = os.stat(folder.path).st_ino
+        super().__init__(world, config, folder, history_schema(config.population), checkpoint, provenance_of(world, config, prepared))
+        self._search, self._answers, self._parts = search, answers, prepared.reward.names
         self._warned = set()
-        self._recent = deque(self.history.arrays()["times/seconds"][-5:], maxlen=5)
-        self._last_checkpoint = 0.0
         self._spectrum, self._rounding_checked = prepared.spectrum, np.inf if engine else 0.0
         self.check_rounding()
-
-    def start_trackers(self) -> None:
-        """Once the engine is up: a start that fails leaves nothing of theirs, and they may start processes."""
-        self._trackers.start(self.history.arrays()["times/unix"])
-
-    def close_trackers(self, heldout) -> None:
-        """The last they get. heldout: an Evaluation or None."""
-        if heldout is not None:     # at the step after the last: a run that goes on from there drops them again
-            scores = {arm: score["accuracy"] for arm, score in heldout.scores.items()}
-            self._trackers.write(self._search.generation, {"heldout": scores}, time.time())
-        self._trackers.close()
 
     def check_rounding(self) -> None:
         """Warn, once, if candidates are rounded away; looked at anew each time sigma has halved."""
@@ -264,7 +251,7 @@ class Recorder:
             **{"times/unix": now, "times/seconds": g.seconds["total"], "times/generate": mean["generate"],
                "times/place": mean["place"], "times/score": mean["score"], "times/wait": wait,
                "times/allgather": g.seconds["allgather"], "times/update": g.seconds["update"],
-               "times/checkpoint": self._last_checkpoint})
+               "times/checkpoint": self.last_checkpoint})
         line = {
             "generation": g.number, "mean_fitness": float(finite.mean()), "best_fitness": float(finite.max()),
             "worst_fitness": float(finite.min()), "sigma": g.sigma, "validation": g.validation,
@@ -272,14 +259,9 @@ class Recorder:
             **self._components(g),
             "bytes_sent_per_rank": g.exchanged.bytes_sent, "allgathers": g.exchanged.count, "ranks": ranks,
             "seconds": {**g.seconds, "wait_mean": wait, "generate_mean": mean["generate"]}}
-        self._metrics.append(line)
-        self._trackers.write(g.number, line, now)
-        for sample in g.scores.samples:
-            self._samples.append(sample)
-        began = time.perf_counter()
-        if (g.number + 1) % config.checkpoint_every == 0 or g.number + 1 == config.generations:
-            self.checkpoint()
-        self._last_checkpoint = time.perf_counter() - began
+        self.log(g.number, line, g.scores.samples, now)
+        if self.is_due(g.number, bool(header["stop"].any())):
+            self.timed(self.checkpoint)
         self._progress(g, counts)
         self.check_rounding()
 
@@ -301,34 +283,12 @@ class Recorder:
         return {"components": parts} if parts else {}
 
     def checkpoint(self, ended: Answers | None = None) -> None:
-        """The search and the history so far, then history.h5; both whole or not at all.
-
-        ended: the answers of a run that is over, for `eval` and `export`; one that goes on later starts from its own.
-        """
-        self.check_owned()
-        attributes = {**self._provenance, "metrics_bytes": self._metrics.offset, "samples_bytes": self._samples.offset}
-        if self._parent:
-            attributes["parent_checkpoint"] = self._parent
-        self._parent, _ = save_checkpoint(
-            self._folder, self._search.generation,
-            {"search": self._search.state(), "answers": self._answers.state(), "history": self.history.arrays(),
-             **({"ended": ended.state()} if ended else {})},
-            attributes, self._config.keep_checkpoints)
-        self._parent = str(self._parent)
-        self.write_history()
-
-    def check_owned(self) -> None:
-        """Raise UserError if the folder under this run's name is not the one it began in."""
-        if not self._folder.path.exists() or os.stat(self._folder.path).st_ino != self._inode:
-            raise UserError(f"{self._folder.path} was moved away while this run was writing to it: another run of the "
-                            f"same name was started; nothing was written into that one's folder")
-
-    def write_history(self) -> None:
-        self.history.write(self._folder.history, self._provenance)
+        """ended: the answers of a run that is over, for `eval` and `export`; one that goes on later starts from its own."""
+        self.save(self._search.generation, {"search": self._search.state(), "answers": self._answers.state(),
+                                            **({"ended": ended.state()} if ended else {})})
 
     def _progress(self, g: Generation, counts: dict) -> None:
-        self._recent.append(g.seconds["total"])
-        left = float(np.median(self._recent)) * (self._config.generations - g.number - 1)
+        left = self.seconds_left(g.number, g.seconds["total"])
         finite = g.fitness[np.isfinite(g.fitness)]
         parts = [f"generation {g.number + 1}/{self._config.generations}", f"fitness {finite.mean():.3f}",
                  f"best {np.max(g.fitness):.3f}", f"sigma {g.sigma:.3g}"]
@@ -336,7 +296,7 @@ class Recorder:
             parts.append(f"mean on validation before it {g.validation:.3f}")
         if g.missing:
             parts.append(f"{g.missing} rows without a score")
-        parts.append(f"{g.seconds['total']:.1f} s, about {_duration(left)} left")
+        parts.append(f"{g.seconds['total']:.1f} s, about {duration(left)} left")
         self._world.say("  ".join(parts))
         for name, what in (("cut", "cut at max_tokens"), ("empty", "empty"), ("too_long", "not made: prompt too long")):
             made = counts["completions"] + counts["too_long"]
@@ -349,12 +309,6 @@ class Recorder:
         elif len(set(g.fitness.tolist())) == 1:
             self._world.say("warning: all candidates scored the same; nothing can be learnt from this generation "
                             "(raise sigma or batch; if all is wrong warm-start further, if all is right take harder rows)")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _finish(world, config, prepared, folder, scorer, search, answers, recorder) -> None:
@@ -389,7 +343,7 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
                         prepared.warm_start)
     write_json(folder.summary, summary)
     world.say(closing(summary, folder))
-    recorder.close_trackers(heldout)
+    recorder.close_trackers(search.generation, heldout)
 
 
 def save_adapter(spectrum, vector: np.ndarray, target: Path) -> None:

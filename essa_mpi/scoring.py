@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .config import Config, UserError, reward_bounds
-from .engine import Request
+from .engine import Completion, Request
 from .perturbation import sampling_seed
+from .spectrum import Spectrum
 from .tasks import Row, render
 from .world import Busy, Tile, TileScore
 
@@ -17,10 +18,20 @@ class Arm:
     """What is scored: a search vector (None: the base model) on rows `indices` of `split`."""
 
     name: str                    # "candidate 3", "mean", "base", ...
-    vector: np.ndarray | None    # (D,)
+    vector: object               # (D,), None, or a Spectrum: what `Engine.place` takes
     split: list[Row]
     indices: np.ndarray          # (rows,) int64
     candidate: int | None = None  # its number, if it is one of the population
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion, with what a gradient method learns from it."""
+
+    place: int                   # of its row in the arm's indices
+    prompt: list[int]
+    completion: Completion
+    reward: float                # nan: none
 
 
 class Scorer:
@@ -37,13 +48,15 @@ class Scorer:
         other.warn = self.warn
         return other
 
-    def score(self, arms: list[Arm], tiles: list[Tile], generation: int, keep: list | None = None):
+    def score(self, arms: list[Arm], tiles: list[Tile], generation: int, keep: list | None = None,
+              rollouts: list | None = None):
         """Score this rank's tiles. Returns (a TileScore a tile, Busy, samples).
 
         samples: dicts of the first `samples_logged` completions. Sampling seeds depend on (seed,
         generation, row, sample) alone, so all arms of a generation draw the same. A row whose reward
         is missing for one of its samples is missing. keep: gets an array (rows, samples) of rewards a tile,
-        nan where there is none. Raises UserError from the reward.
+        nan where there is none. rollouts: gets a Rollout a completion, those of a row one after the other. Raises
+        UserError from the reward.
         """
         busy = Busy(counters=dict.fromkeys(("completions", "tokens", "cut", "empty", "too_long"), 0),
                     components=[TileScore() for _ in self._reward.names])
@@ -59,10 +72,14 @@ class Scorer:
                         seed = sampling_seed(self._config.seed, generation, index, sample)
                         requests.append(Request(place, self._prompt(arm.split[index]), seed))
                         rows.append(arm.split[index])
-            completions = self.engine.generate(requests, self._config)
+            completions = self.engine.generate(requests, self._config, rollouts is not None)
             began = time.perf_counter()
             rewards, components = self._judge(rows, completions)
             busy.score += time.perf_counter() - began
+            if rollouts is not None:
+                places = [p for tile in chunk for p in range(tile.start, tile.stop) for _ in range(width)]
+                rollouts += [Rollout(place, request.prompt, completion, reward)
+                             for place, request, completion, reward in zip(places, requests, completions, rewards)]
             at = 0
             for tile in chunk:
                 score, block = TileScore(), rewards[at:at + (tile.stop - tile.start) * width].reshape(-1, width)
@@ -124,8 +141,9 @@ class Scorer:
     def _chunks(self, arms, tiles):
         """Tiles in runs that the engine can hold placed at once; a rank has at most one tile an arm."""
         chunk = []
+        alone = lambda tile: isinstance(arms[tile.arm].vector, Spectrum)
         for tile in tiles:
-            if len(chunk) == self.engine.capacity:
+            if chunk and (len(chunk) == self.engine.capacity or alone(tile) or alone(chunk[-1])):
                 yield chunk
                 chunk = []
             chunk.append(tile)

@@ -22,6 +22,7 @@ from .files import write_folder
 from .rewards import load_reward
 from .spectrum import SEARCHED
 from .tasks import Row, load_task, one_line, render
+from .training import autocast, left_pad, quantised
 
 PROJECTIONS = SEARCHED      # what is trained is what is searched
 
@@ -151,7 +152,7 @@ def _model(config: Config, tokenizer, device: str):
     try:
         base = AutoModelForCausalLM.from_pretrained(
             config.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32, local_files_only=True,
-            **_quantised(config.model))
+            **quantised(config.model))
     except OSError as error:
         raise UserError(f"config: model = {config.model!r}: cannot be loaded: {one_line(error)}") from error
     # A model's own generation defaults may sample or penalise; the engine's greedy does not.
@@ -171,15 +172,6 @@ def _model(config: Config, tokenizer, device: str):
                 torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=draw)
                 weight.copy_(fresh)
     return model
-
-
-def _quantised(path: str) -> dict:
-    """What a compressed-tensors model is loaded with: gradients, and peft, need its weights as floats."""
-    stored = json.loads((Path(path) / "config.json").read_text()).get("quantization_config") or {}
-    if stored.get("quant_method") != "compressed-tensors":
-        return {}
-    from transformers import CompressedTensorsConfig
-    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
 def _plain(value: float):
@@ -218,19 +210,6 @@ def _batches(n: int, batch: int, seed: int):
         yield from torch.randperm(n, generator=draw).split(batch)
 
 
-def _left_pad(rows: list[list[int]], device: str) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask, position_ids, int64 (n, longest): ends aligned, padding masked."""
-    width = max(map(len, rows))
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "position_ids": positions.to(device)}
-
-
-def _autocast(device: str):
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
-
-
 def _backward(model, examples, micro_batch: int, device: str) -> tuple[float, int, int]:
     """`_loss` of the batch and its gradients, `micro_batch` (0: all) examples in memory at once; loss and counts.
 
@@ -248,10 +227,10 @@ def _backward(model, examples, micro_batch: int, device: str) -> tuple[float, in
 
 def _loss(model, examples, device: str) -> tuple[torch.Tensor, int, int]:
     """Mean cross-entropy over the batch's completion tokens; tokens seen; completion tokens."""
-    inputs = _left_pad([prompt + completion for prompt, completion in examples], device)
+    inputs = left_pad([prompt + completion for prompt, completion in examples], device)
     longest = max(len(completion) for _, completion in examples)
     labels = torch.tensor([[-100] * (longest - len(completion)) + completion for _, completion in examples])
-    with _autocast(device):  # logits where a completion token is predicted, not over the whole prompt
+    with autocast(device):  # logits where a completion token is predicted, not over the whole prompt
         logits = model(**inputs, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1]
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels.to(device).flatten())
     return loss, int(inputs["attention_mask"].sum()), int((labels != -100).sum())
@@ -275,9 +254,9 @@ def _check(model, tokenizer, rows, prompts, reward, config: Config, device: str)
 @torch.no_grad()
 def _complete(model, tokenizer, prompts: list[list[int]], config: Config, device: str) -> list[str]:
     """Greedy completions, at most max_tokens long, cut before the first of the `stop` strings."""
-    inputs = _left_pad(prompts, device)
+    inputs = left_pad(prompts, device)
     del inputs["position_ids"]  # generate makes its own
-    with _autocast(device):
+    with autocast(device):
         tokens = model.generate(**inputs)[:, inputs["input_ids"].shape[1]:]
     return [_cut(text, config.stop) for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 

@@ -62,6 +62,12 @@ class SharedBasis:
             layer.cores[:len(cores)] = cores[:, at:at + slices]
             at += slices
 
+    def rebase(self, spectrum: Spectrum) -> None:
+        """Write another adapter's V_A and U_B; it has the shapes of the first. Cores placed before mean nothing any more."""
+        self._spectrum = spectrum
+        for layer in self.layers:
+            layer.rebase(spectrum)
+
     def follow(self, adapters) -> None:
         """The next step's tokens belong to these adapters: ids from 1 (candidate 0), 0 for none."""
         index = np.asarray(adapters, np.int64) - 1
@@ -78,32 +84,48 @@ class _Layer:
     """
 
     def __init__(self, base, parts, spectrum, candidates, index, dtype, device):
-        self._method, self._index = base.quant_method, index
+        self._method, self._index, self._base, self._parts = base.quant_method, index, base, parts
         self._rows = list(base.output_partition_sizes)      # of this worker's shard
         slices, r = len(self._rows), spectrum.max_rank
         self.projections = [-1] * slices
-        u_t = torch.zeros(r, sum(self._rows))
-        v_a = None
         for part, i in parts:
-            p = spectrum.projections[i]
             self.projections[part] = i
-            a, b = shard_of_v(base, torch.from_numpy(p.V_A).float()), shard_of_u(base, part, torch.from_numpy(p.U_B).float())
+        self._slices, self._rank, self._dtype, self._device = slices, r, dtype, device
+        self.cores = torch.zeros(candidates, slices, r, r, dtype=torch.float32, device=device)
+        if device.type == "cpu":
+            self.rebase(spectrum)
+        else:
+            v_a, u_t = self._bases(spectrum)
+            self._v_a, self._u_t = v_a.T.contiguous().to(device, dtype), u_t.to(device, dtype)
+            self._project = lambda x: torch.mm(x, self._v_a)
+            self._add = lambda out, h: dispatch.shared_basis_(out, h.view(-1, slices, r), self.cores, index[:len(out)],
+                                                              self._u_t, self._rows)
+        base.quant_method = self
+
+    def rebase(self, spectrum: Spectrum) -> None:
+        """Take V_A and U_B of this spectrum; on a GPU in place, since graphs hold their addresses."""
+        v_a, u_t = self._bases(spectrum)
+        if self._device.type == "cpu":
+            self._project, width = _packed_product(v_a.to(self._dtype))
+            self._add = self._cpu_add(u_t, width, self._dtype)
+        else:
+            self._v_a.copy_(v_a.T)
+            self._u_t.copy_(u_t)
+
+    def _bases(self, spectrum: Spectrum) -> tuple[torch.Tensor, torch.Tensor]:
+        """(V_A^T (slices r, n), U_B^T (r, m)) float32 of this worker's shard, zero beyond a smaller rank."""
+        r, v_a = self._rank, None
+        u_t = torch.zeros(r, sum(self._rows))
+        for part, i in self._parts:
+            p = spectrum.projections[i]
+            a = shard_of_v(self._base, torch.from_numpy(p.V_A).float())
+            b = shard_of_u(self._base, part, torch.from_numpy(p.U_B).float())
             if v_a is None:
-                v_a = torch.zeros(slices * r, len(a))
+                v_a = torch.zeros(self._slices * r, len(a))
             v_a[part * r:part * r + p.rank] = a.T
             first = sum(self._rows[:part])
             u_t[:p.rank, first:first + self._rows[part]] = b.T
-        self._slices, self._rank = slices, r
-        self.cores = torch.zeros(candidates, slices, r, r, dtype=torch.float32, device=device)
-        if device.type == "cpu":
-            self._project, width = _packed_product(v_a.to(dtype))
-            self._add = self._cpu_add(u_t, width, dtype)
-        else:
-            v_a, u_t = v_a.T.contiguous().to(device, dtype), u_t.to(device, dtype)
-            self._project = lambda x: torch.mm(x, v_a)
-            self._add = lambda out, h: dispatch.shared_basis_(out, h.view(-1, slices, r), self.cores, index[:len(out)],
-                                                              u_t, self._rows)
-        base.quant_method = self
+        return v_a, u_t
 
     def __getattr__(self, name):
         """All else is as the layer's own method has it."""

@@ -77,7 +77,7 @@ class Spectrum:
         self.projections, self.kind, self.scales = projections, kind, scales
         self.dimension = sum(2 * p.searched for p in projections)   # D
         self.max_rank = max(p.rank for p in projections)
-        self._tensors, self.peft_config = tensors, peft_config
+        self.tensors, self.peft_config = tensors, peft_config
         self.source = _hash_tensors(tensors)      # of the adapter as it was read, on any machine
 
     @classmethod
@@ -174,12 +174,44 @@ class Spectrum:
         by_module = {p.module: pair for p, pair in zip(self.projections, self.spectra(x))}
         projections = {p.module: p for p in self.projections}
         result = {}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             match = _TENSOR.match(name)
             p, (s_A, s_B) = projections[match["module"]], by_module[match["module"]]
             left, s, right = (p.U_A, s_A, p.V_A) if match["factor"] == "A" else (p.U_B, s_B, p.V_B)
             result[name] = ((left * s) @ right.T).astype(np.float32)
         return result
+
+    def gradient(self, x: np.ndarray, factors: dict[str, np.ndarray]) -> np.ndarray:
+        """With respect to x, (D,) float64, from the gradients with respect to `factors(x)`, by the chain rule.
+
+        A' = U diag(s + d) V^T is linear in d: its derivative along singular value k is u_k v_k^T.
+        """
+        projections = {p.module: (i, p) for i, p in enumerate(self.projections)}
+        along = np.zeros((2, len(self.projections), self.max_rank))
+        for name, G in factors.items():
+            match = _TENSOR.match(name)
+            i, p = projections[match["module"]]
+            left, right = (p.U_A, p.V_A) if match["factor"] == "A" else (p.U_B, p.V_B)
+            along["AB".index(match["factor"]), i, :p.rank] = np.einsum("mk,mn,nk->k", left, G, right, optimize=True)
+        at, size, scale = self._places
+        slope = size * scale * (np.exp(scale * np.asarray(x, np.float64)) if self.kind == "exp" else 1.0)
+        return along.ravel()[at] * slope
+
+    def with_factors(self, factors: dict[str, np.ndarray]) -> "Spectrum":
+        """Another adapter of the same shapes, factors A and B as they are: its x = 0 is that adapter, and it has no other.
+
+        Not decomposed: diag(s) = 1, so that B A is B I A.
+        """
+        pairs = {}
+        for name, tensor in factors.items():
+            match = _TENSOR.match(name)
+            pairs.setdefault(match["module"], {})[match["factor"]] = np.asarray(tensor, np.float64)
+        plain = []
+        for p in self.projections:
+            A, B, one = pairs[p.module]["A"], pairs[p.module]["B"], np.ones(p.rank)
+            plain.append(Projection(p.module, p.name, p.scale, B, one, np.eye(p.rank), np.eye(p.rank), one, A.T.copy(),
+                                    p.searched))
+        return Spectrum(plain, "absolute", {}, factors, self.peft_config)
 
     def save(self, folder: str | Path, x: np.ndarray) -> None:
         """Write the adapter for x as an ordinary peft folder (float32)."""

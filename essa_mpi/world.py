@@ -348,6 +348,21 @@ class World:
         self.comm.Allgatherv([np.ascontiguousarray(mine, np.float64), self._mpi.DOUBLE], [out, shares, self._mpi.DOUBLE])
         return out
 
+    def gather(self, mine: np.ndarray) -> np.ndarray:
+        """Gradient methods only: each rank's numbers (k,) float64, as (ranks, k)."""
+        out = np.empty((self.size, len(mine)))
+        self.comm.Allgather([np.ascontiguousarray(mine, np.float64), self._mpi.DOUBLE], [out, self._mpi.DOUBLE])
+        return out
+
+    def reduce(self, mine: np.ndarray) -> float:
+        """Gradient methods only: THE all-reduce, a sum over the ranks in place of `mine` (parameters,) float32; seconds.
+
+        The seconds hold the wait for the slowest rank. The sum's last bits depend on the number of ranks.
+        """
+        began = self._mpi.Wtime()
+        self.comm.Allreduce(self._mpi.IN_PLACE, [mine, self._mpi.FLOAT])
+        return self._mpi.Wtime() - began
+
     def _check_digests(self, digests: np.ndarray) -> None:
         """Raise DigestError naming each digest with its ranks, hosts and CPU models if they differ."""
         if (digests == digests[0]).all():

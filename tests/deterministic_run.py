@@ -148,7 +148,7 @@ class Parrot:
     def place(self, vectors):
         assert len(vectors) <= self.capacity
 
-    def generate(self, requests, sampling=None):
+    def generate(self, requests, sampling=None, logprobs=False):
         from essa_mpi.engine import Completion
         return [Completion(bytes(r.prompt).decode().split()[-1], (1, 2), False, False) for r in requests]
 
@@ -350,7 +350,7 @@ def main() -> None:
 
     if args.eval:
         from essa_mpi import results
-        run._start_scorer = lambda world, config, prepared, folder, _: factory(config, prepared.spectrum, prepared.task)
+        run.start_scorer = lambda world, config, prepared, folder, _: factory(config, prepared.spectrum, prepared.task)
         cli._guarded(world, lambda: results.evaluate_run(world, settings, args.eval,
                                                         results.Asked(json_path="eval.json")))
     else:

@@ -59,8 +59,8 @@ class EngineSession:
     def place(self, vectors):
         self.call("place", vectors)
 
-    def generate(self, requests, sampling=None):
-        return self.call("generate", requests, sampling)
+    def generate(self, requests, sampling=None, logprobs=False):
+        return self.call("generate", requests, sampling, logprobs)
 
     def logprobs(self, pairs):
         return self.call("logprobs_of_pairs", pairs)
@@ -125,8 +125,8 @@ class Served:
     def place(self, vectors):
         self.engine.place(vectors)
 
-    def generate(self, requests, sampling=None):
-        return self.engine.generate(requests, sampling)
+    def generate(self, requests, sampling=None, logprobs=False):
+        return self.engine.generate(requests, sampling, logprobs)
 
     def logprobs_of_pairs(self, pairs):
         return self.engine.logprobs(pairs)

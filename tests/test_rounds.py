@@ -216,7 +216,7 @@ class Echo:
     def place(self, vectors):
         pass
 
-    def generate(self, requests, sampling=None):
+    def generate(self, requests, sampling=None, logprobs=False):
         return [SimpleNamespace(text="x", tokens=(1,), cut=False, too_long=False) for _ in requests]
 
 

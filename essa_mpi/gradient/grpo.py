@@ -1,0 +1,131 @@
+"""The training loop of the gradient methods, readable as GRPO's Algorithm 1. Knows nothing of files.
+
+A step: rollouts by every rank's engine with the policy in place, an all-gather of scores and one of rewards,
+then, for each update, the gradient of this rank's sequences by torch + peft and one all-reduce of it.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config import Config
+from ..evolve import Stopwatch
+from ..rows import Rows
+from ..world import Busy, World
+from .learner import Learner
+from .losses import CLIPS, Objective, normaliser
+from .policy import Policy, Sequence
+from .rollouts import Step, draw
+
+COUNTS = 3      # numbers sent behind the gradient: tokens (two of them: float32 counts to 2^24) and sequences
+SUMS = ("loss", "tokens", "clipped", "kl", "mismatch", "mismatch_kl", "mismatch_most")
+
+
+@dataclass
+class Training:
+    """What one step was; equal on every rank but for `seconds`."""
+
+    number: int
+    step: Step
+    digest: int                  # of the learner after it
+    rate: float                  # learning rate of its last update
+    norms: list[float]           # of each update's gradient, before clipping
+    sums: dict[str, float]       # over all ranks: see SUMS; tokens that gave a gradient
+    validation: float            # greedy mean reward of the policy before the step, nan if not done
+    validation_rows: int
+    bytes_reduced: int           # by one rank, in all-reduces of gradients
+    cursor: int                  # batches drawn so far
+    seconds: dict[str, float]    # of this rank: place, generate, score, wait, allgather, train, allreduce, update, total
+    shares: np.ndarray           # (ranks, 2): every rank's seconds of train and allreduce
+
+
+def objective_of(config: Config) -> Objective:
+    low, high = CLIPS[config.loss]
+    return Objective(config.loss, config.clip_low or low, config.clip_high or high, config.kl, config.max_tokens)
+
+
+def learn(config: Config, world: World, task, scorer, policy: Policy, learner: Learner, start: int, cursor: int, record,
+          validate=None, elapsed: float = 0.0) -> None:
+    """Train from step `start` (batch `cursor`) up to config.generations; `record(Training)` after each.
+
+    validate(placed, digest) -> mean reward, every validation_every steps. elapsed: seconds trained before, of
+    max_seconds. Raises DigestError on every rank if the policies differ.
+    """
+    objective, rows, clock, began = objective_of(config), Rows(config, len(task.train)), Stopwatch(), time.monotonic()
+    policy.place(learner.flat)
+    for number in range(start, config.generations):
+        from_here = time.perf_counter()
+        placed, digest = policy.parameters.placed(learner.flat), learner.digest()
+        validation = float("nan")
+        validates = bool(validate and config.validation_every and number % config.validation_every == 0)
+        if validates:
+            validation = validate(placed, digest)
+            clock()     # what it took is in nobody's wait
+        late = bool(config.max_seconds) and elapsed + time.monotonic() - began > config.max_seconds
+        step = draw(config, world, scorer, task, rows, placed, cursor, digest, clock, late)
+        cursor += step.draws
+        rate, (norms, sums, sent, seconds) = learner.rate(), updates(config, world, objective, policy, learner, step)
+        clock()
+        shared = world.gather(np.array([sums[name] for name in SUMS] + [seconds["train"], seconds["allreduce"]]))
+        totals = dict(zip(SUMS, shared[:, :len(SUMS)].sum(0)))
+        totals["mismatch_most"] = float(shared[:, SUMS.index("mismatch_most")].max())
+        record(Training(number, step, learner.digest(), rate, norms, totals, validation,
+                        len(task.validation) if validates else 0, sent, cursor,
+                        {**step.seconds, **seconds, "total": time.perf_counter() - from_here}, shared[:, len(SUMS):]))
+        if step.stop:
+            break
+    world.exchange([], [], learner.digest(), Busy())
+
+
+def updates(config: Config, world: World, objective: Objective, policy: Policy, learner: Learner, step: Step):
+    """All updates of a step's rollouts: (norms, sums over this rank's sequences, bytes sent, seconds)."""
+    seconds = dict.fromkeys(("train", "allreduce", "update"), 0.0)
+    sums, norms, sent = dict.fromkeys(SUMS, 0.0), [], 0
+    if not len(step.rewards):       # dynamic sampling found no group that teaches anything
+        return norms, sums, sent, seconds
+    began = time.perf_counter()
+    batches = -(-len(step.rewards) // (config.mini_batch or len(step.rewards)))
+    parts = [sequences_of(step, range(part, len(step.rewards), batches), objective.kl > 0) for part in range(batches)]
+    everything = [s for part, _, _ in parts for s in part]
+    if batches * config.inner_epochs > 1:
+        for s, old in zip(everything, policy.log_probabilities(everything)):
+            s.old = old
+    if objective.kl:
+        policy.place(policy.parameters.start)
+        for s, reference in zip(everything, policy.log_probabilities(everything)):
+            s.reference = reference
+        policy.place(learner.flat)
+    for _ in range(config.inner_epochs):
+        for part, tokens, count in parts:
+            gradient, some = policy.gradient(objective, part)
+            seconds["train"] += time.perf_counter() - began
+            buffer = np.concatenate([gradient, np.float32([tokens >> 12, tokens & 4095, count])])
+            seconds["allreduce"] += world.reduce(buffer)
+            began = time.perf_counter()
+            tokens = (int(buffer[-3]) << 12) + int(buffer[-2])
+            norms.append(learner.update(buffer[:-COUNTS] / np.float32(normaliser(objective, int(buffer[-1]), tokens))))
+            policy.place(learner.flat)
+            seconds["update"] += time.perf_counter() - began
+            began = time.perf_counter()
+            sent += buffer.nbytes
+            for name, value in some.items():
+                sums[name] = max(sums[name], value) if name == "mismatch_most" else sums[name] + value
+    return norms, sums, sent, seconds
+
+
+def sequences_of(step: Step, groups: range, keep_all: bool) -> tuple[list[Sequence], int, int]:
+    """(this rank's sequences of these groups that have a gradient, tokens, sequences that count).
+
+    An advantage of 0 has no gradient, unless the divergence adds one (keep_all), but is in the loss's mean.
+    """
+    found, tokens, count = [], 0, 0
+    for group in groups:
+        for rollout, advantage, reward in zip(step.mine.get(group, ()), step.advantages[group], step.rewards[group]):
+            drawn = rollout.completion
+            if not np.isfinite(reward) or not drawn.tokens:
+                continue
+            tokens, count = tokens + len(drawn.tokens), count + 1
+            if advantage or keep_all:
+                found.append(Sequence(rollout.prompt, list(drawn.tokens), np.array(drawn.logprobs), float(advantage)))
+    return found, tokens, count
