@@ -264,6 +264,7 @@ def flip(search) -> None:
 
 def _plant(run, faults: Faults, rank: int) -> None:
     """Faults outside the scorer, by wrapping what essa_mpi.run calls."""
+    from essa_mpi import record
     new_search = run.new_search
 
     def faulty_search(*arguments, **named):
@@ -287,7 +288,7 @@ def _plant(run, faults: Faults, rank: int) -> None:
     for kill in kills:
         assert kill["at"] in KILLS, kill
         when, what = kill["at"].split()
-        owner, name = {"metrics": (run.JsonLines, "append"), "checkpoint": (run, "save_checkpoint"),
+        owner, name = {"metrics": (record.JsonLines, "append"), "checkpoint": (record, "save_checkpoint"),
                        "history": (run.Recorder, "write_history"), "adapter": (run, "save_adapter"),
                        "summary": (run, "write_json")}[what]
         setattr(owner, name, _killing(getattr(owner, name), what, when == "before", kill.get("generation")))
