@@ -22,7 +22,7 @@ from .files import write_folder
 from .rewards import load_reward
 from .spectrum import SEARCHED
 from .tasks import Row, load_task, one_line, render
-from .training import autocast, left_pad, quantised
+from .training import autocast, left_pad, quantised, straighten
 
 PROJECTIONS = SEARCHED      # what is trained is what is searched
 
@@ -160,6 +160,7 @@ def _model(config: Config, tokenizer, device: str):
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
     base.generation_config = GenerationConfig(do_sample=False, max_new_tokens=config.max_tokens,
                                               eos_token_id=sorted(ends), pad_token_id=_pad(tokenizer))
+    straighten(base)
     lora = LoraConfig(r=config.rank, lora_alpha=_plain(config.lora_alpha), lora_dropout=0.0, bias="none",
                       target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator; leave it as it was

@@ -26,3 +26,8 @@ def left_pad(rows: list[list[int]], device: str) -> dict[str, torch.Tensor]:
 
 def autocast(device: str):
     return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
+
+
+def straighten(model) -> None:
+    """Before the output matrix: of a slice of positions torch (2.13, on CPUs) would copy the matrix once a row."""
+    model.get_output_embeddings().register_forward_pre_hook(lambda layer, inputs: (inputs[0].contiguous(),))

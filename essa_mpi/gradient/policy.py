@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ..config import Config, UserError
 from ..spectrum import Spectrum
 from ..tasks import one_line
-from ..training import autocast, left_pad, quantised
+from ..training import autocast, left_pad, quantised, straighten
 from .losses import Objective, k3, token_losses, total_loss
 
 
@@ -88,9 +88,11 @@ class Policy:
         try:
             base = AutoModelForCausalLM.from_pretrained(
                 config.model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), local_files_only=True,
-                **quantised(config.model))
+                # On a CPU the backward pass of torch's fused attention takes longer than that of the plain one.
+                **({"attn_implementation": "eager"} if self.device == "cpu" else {}), **quantised(config.model))
         except (OSError, ValueError) as error:
             raise UserError(f"config: model = {config.model!r}: cannot be loaded: {one_line(error)}") from error
+        straighten(base)
         # peft keeps the factors in float32 and multiplies with them in it.
         self.model = PeftModel.from_pretrained(base, config.adapter, is_trainable=True).to(self.device).eval()
         weights = dict(self.model.named_parameters())
