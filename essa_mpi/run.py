@@ -331,6 +331,7 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
         heldout = evaluate(config, world, scorer, arms, task.heldout, digest)
     else:
         world.say("no held-out rows, so no held-out scores: set heldout_data, or heldout_rows to cut some off task")
+    peak = world.peak_gib()
     if world.rank != 0:
         return
     from .report import closing, summarise
@@ -341,6 +342,7 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     save_adapter(prepared.spectrum, vectors[config.answer], folder.adapter)
     summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout,
                         prepared.warm_start)
+    summary["peak_gib"] = peak
     write_json(folder.summary, summary)
     world.say(closing(summary, folder))
     recorder.close_trackers(search.generation, heldout)

@@ -8,6 +8,7 @@ padded to the largest share. Its size depends on neither the model nor the rewar
 
 import math
 import os
+import resource
 import sys
 import threading
 import time
@@ -347,6 +348,10 @@ class World:
         out = np.empty((cells, *mine.shape[1:]))
         self.comm.Allgatherv([np.ascontiguousarray(mine, np.float64), self._mpi.DOUBLE], [out, shares, self._mpi.DOUBLE])
         return out
+
+    def peak_gib(self) -> float:
+        """Once, at the end: the most memory any rank's process has held, GiB of resident set."""
+        return max(self.comm.allgather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20))
 
     def gather(self, mine: np.ndarray) -> np.ndarray:
         """Gradient methods only: each rank's numbers (k,) float64, as (ranks, k)."""

@@ -1,6 +1,5 @@
 """`python -m essa_mpi grpo`: from a config to a run folder with a trained adapter in it."""
 
-import resource
 import time
 from dataclasses import replace
 
@@ -216,7 +215,7 @@ def _finish(world, greedy: Config, prepared, folder: RunFolder, scorer, policy: 
         heldout = evaluate(greedy, world, scorer, arms, task.heldout, learner.digest())
     else:
         world.say("no held-out rows, so no held-out scores: set heldout_data, or heldout_rows to cut some off task")
-    peak = world.gather(np.array([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20])).max()
+    peak = world.peak_gib()
     if world.rank != 0:
         return
     recorder.check_owned()
@@ -226,7 +225,8 @@ def _finish(world, greedy: Config, prepared, folder: RunFolder, scorer, policy: 
         write_folder(folder.adapter, lambda fresh: other.save(fresh, np.zeros(other.dimension)))
     except OSError as error:
         raise UserError(f"{folder.adapter} cannot be written: {error.strerror or error}") from error
-    summary = summarise(greedy, world.size, len(learner.flat), recorder.history.arrays(), heldout, prepared.warm_start, peak)
+    summary = summarise(greedy, world.size, len(learner.flat), recorder.history.arrays(), heldout,
+                        prepared.warm_start, peak)
     write_json(folder.summary, summary)
     world.say(closing(summary, folder))
     recorder.close_trackers(len(recorder.history), heldout)
