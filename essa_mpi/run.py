@@ -238,7 +238,7 @@ class Recorder(Record):
 
     def record(self, g: Generation) -> None:
         """Write one generation down. Raises UserError if the disk refuses."""
-        config, header, ranks, now = self._config, g.exchanged.header, self._world.size, time.time()
+        header, ranks, now = g.exchanged.header, self._world.size, time.time()
         mean = {name: float(header[f"{name}_ns"].mean()) / 1e9 for name in ("place", "generate", "score")}
         wait = g.exchanged.wait_mean
         counts = {name: g.exchanged.total(name) for name in ("completions", "tokens", "cut", "empty", "too_long")}

@@ -23,7 +23,7 @@ from essa_mpi.engine import Request
 from essa_mpi.placement import PRIVATE_PARTS, fused_name
 from essa_mpi.rewards.base import Reward
 from essa_mpi.runfile import RunFolder, save_checkpoint
-from essa_mpi.spectrum import Spectrum
+from essa_mpi.spectrum import Spectrum, read_adapter
 
 TOKENS = 8
 TIE = 1e-3      # float32 logits of the two implementations differ by some 1e-5
@@ -441,6 +441,33 @@ def test_what_a_search_exports_answers_in_peft_as_in_the_engine(engine, oracle, 
     wanted = oracle.answers_of(tmp_path / "out", prompts)
     assert ask_one(engine, search.mean, prompts) == wanted
     assert wanted != oracle.answers(prompts, np.zeros(oracle.spectrum.dimension))
+
+
+@pytest.fixture(scope="module")
+def other_adapter(real_model, tmp_path_factory):
+    from transformers import AutoConfig
+    return make_adapter(tmp_path_factory.mktemp("other") / "adapter", shapes_of(AutoConfig.from_pretrained(real_model)), seed=1)
+
+
+@pytest.mark.parametrize("engine", ["shared"], indirect=True)
+def test_another_adapter_is_placed_as_it_is_and_the_first_comes_back(engine, oracle, other_adapter, prompts):
+    """What a gradient method trains has other U and V; its tokens' log-probabilities are peft's."""
+    first = ask_one(engine, oracle.candidate(0), prompts)
+    wanted = oracle.answers_of(other_adapter, prompts)
+    placed = oracle.spectrum.with_factors(read_adapter(other_adapter)[1])
+    assert ask_one(engine, placed, prompts) == wanted != first
+    assert ask_one(engine, None, prompts) == oracle.answers(prompts, None)
+    assert ask_one(engine, placed, prompts) == wanted
+    assert ask_one(engine, oracle.candidate(0), prompts) == first
+    [drawn] = engine.generate([Request(0, prompts[0], 0)], None, True)
+    assert drawn.tokens == first[0]
+    np.testing.assert_allclose(drawn.logprobs, oracle.logprobs(prompts[0], list(first[0]), oracle.candidate(0)), atol=2e-4)
+
+
+@pytest.mark.parametrize("engine", ["slots", "merged"], indirect=True)
+def test_another_adapter_needs_mode_shared(engine, oracle, other_adapter):
+    with pytest.raises(UserError, match="another adapter is placed in mode = 'shared' only"):
+        engine.place([oracle.spectrum.with_factors(read_adapter(other_adapter)[1])])
 
 
 # -- small models of each family, and other adapters ------------------------------------------------
