@@ -46,6 +46,7 @@ setup(
         "mpich": ["mpich==5.0.2"],      # an MPI from pip, for machines that have none
         "quickstart": ["gguf>=0.19"],   # jobs/prepare_model.py reads the model from a GGUF file
         "trackers": ["tensorboard", "wandb"],
+        "plots": ["matplotlib"],        # of benchmarks
         "test": [
             "pytest>=9",                # faulthandler_exit_on_timeout
             "pytest-mpi==0.6",          # not mpi-pytest, which installs the same import name
