@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from ..config import Config, UserError
 from ..spectrum import Spectrum
@@ -149,22 +149,40 @@ class Policy:
         return (sequences[i:i + self._micro_batch] for i in range(0, len(sequences), self._micro_batch))
 
     def _forward(self, part: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probabilities, mask), (sequences, longest completion) float32, completions aligned at their ends."""
-        inputs = left_pad([s.prompt + s.completion for s in part], self.device)
+        """(log-probabilities, mask), (sequences, longest completion) float32; completions begin at 0.
+
+        Rollouts of a prompt stand together: it is run once for them, and their gradients meet in its keys and values.
+        """
+        prompts, of = [], []        # each prompt once; which of them is a sequence's
+        for s in part:
+            if not prompts or prompts[-1] != s.prompt:
+                prompts.append(s.prompt)
+            of.append(len(prompts) - 1)
+        first = left_pad(prompts, self.device)
+        of = torch.tensor(of, device=self.device)
         longest = max(len(s.completion) for s in part)
-        tokens = torch.tensor([[0] * (longest - len(s.completion)) + s.completion for s in part], device=self.device)
-        mask = torch.tensor([[0.0] * (longest - len(s.completion)) + [1.0] * len(s.completion) for s in part],
+        tokens = torch.tensor([s.completion + [0] * (longest - len(s.completion)) for s in part], device=self.device)
+        mask = torch.tensor([[1.0] * len(s.completion) + [0.0] * (longest - len(s.completion)) for s in part],
                             device=self.device)
         with autocast(self.device):
-            logits = self.model(**inputs, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1].float()
-        logits = logits / self._temperature
+            out = self.model(**first, use_cache=True, past_key_values=DynamicCache(), logits_to_keep=1)
+            logits = out.logits[of]
+            if longest > 1:
+                cache = out.past_key_values
+                cache.batch_select_indices(of)
+                seen = torch.cat([first["attention_mask"][of], torch.ones_like(tokens[:, 1:])], 1)
+                places = first["position_ids"][of, -1:] + 1 + torch.arange(longest - 1, device=self.device)
+                more = self.model(input_ids=tokens[:, :-1], attention_mask=seen, position_ids=places, use_cache=True,
+                                  past_key_values=cache).logits
+                logits = torch.cat([logits, more], 1)
+        logits = logits.float() / self._temperature
         return logits.gather(2, tokens[:, :, None]).squeeze(2) - logits.logsumexp(2), mask
 
     def _padded(self, rows: list, like: torch.Tensor) -> torch.Tensor | None:
-        """Values a token, aligned as `_forward` has them; None if there are none."""
+        """Values a token, placed as `_forward` has them; None if there are none."""
         if rows[0] is None:
             return None
         out = np.zeros(like.shape, np.float32)
         for place, row in zip(out, rows):
-            place[len(place) - len(row):] = row
+            place[:len(row)] = row
         return torch.from_numpy(out).to(self.device)
