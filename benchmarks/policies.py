@@ -97,8 +97,8 @@ def start(runs: list[dict], results: str) -> None:
 
 def serve(runs: list[dict], results: str) -> None:
     from essa_mpi import cli, config
-    world, base = cli._world(lambda: config.load(CONFIG))
-    cli._guarded(world, lambda: do_runs(world, base, runs, results))
+    world, base = cli.start_world(lambda: config.load(CONFIG))
+    cli.guarded(world, lambda: do_runs(world, base, runs, results))
 
 
 def do_runs(world, base, runs, results):
@@ -115,7 +115,7 @@ def do_runs(world, base, runs, results):
     for one in runs:
         settings = dataclasses.replace(base, seed=one["seed"], generations=one["generations"], **one["settings"])
         # The engine holds U and V, the same for all; what a search vector means is the spectrum's affair.
-        engine._spectrum = Spectrum.load(settings.adapter, settings.alpha, settings.offsets, settings.offset_scale)
+        engine.spectrum = Spectrum.load(settings.adapter, settings.alpha, settings.offsets, settings.offset_scale)
         row, means = one_run(world, settings, engine, reward, task, one["split"])
         if world.rank == 0:
             with open(results, "a") as file:
@@ -133,7 +133,7 @@ def one_run(world, settings, engine, reward, task, split):
     from essa_mpi.answers import Answers
     from essa_mpi.evolve import evolve, new_search
     from essa_mpi.scoring import Scorer
-    scorer, search = Scorer(engine, reward, settings), new_search(settings, engine._spectrum.dimension)
+    scorer, search = Scorer(engine, reward, settings), new_search(settings, engine.spectrum.dimension)
     done, means = [], []
 
     def note(generation):

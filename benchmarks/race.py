@@ -145,8 +145,8 @@ def mpirun(words: list[str]) -> None:
 
 def serve(asked: dict) -> None:
     from essa_mpi import cli, config
-    world, base = cli._world(lambda: config.load("jobs/quickstart.toml"))
-    cli._guarded(world, lambda: score_all(world, base, asked["jobs"], asked["results"]))
+    world, base = cli.start_world(lambda: config.load("jobs/quickstart.toml"))
+    cli.guarded(world, lambda: score_all(world, base, asked["jobs"], asked["results"]))
 
 
 def score_all(world, base, jobs: list[dict], results: str) -> None:
@@ -157,7 +157,7 @@ def score_all(world, base, jobs: list[dict], results: str) -> None:
     from essa_mpi.drift import drift
     from essa_mpi.engine import Engine
     from essa_mpi.evaluate import evaluate, sample
-    from essa_mpi.results import _answer, read_texts
+    from essa_mpi.results import answer_of, read_texts
     from essa_mpi.rewards import load_reward
     from essa_mpi.run import quiet
     from essa_mpi.scoring import Scorer
@@ -172,10 +172,10 @@ def score_all(world, base, jobs: list[dict], results: str) -> None:
     for one in jobs:
         run = RUNS / name_of(one)
         if one["method"] == "warm start":
-            placed, row = np.zeros(engine._spectrum.dimension), {}
+            placed, row = np.zeros(engine.spectrum.dimension), {}
         else:
             settings = config.load(run / "config.toml")
-            placed, row = _answer(settings, run)[1], told(run) if world.rank == 0 else {}
+            placed, row = answer_of(settings, run)[1], told(run) if world.rank == 0 else {}
         arm = {"it": placed}
         if one["phase"] == "trial":
             row["validation"] = evaluate(greedy, world, scorer, arm, validation).values["it"][:, 0].tolist()

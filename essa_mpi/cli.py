@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(0) from None
 
 
-def _world(load_settings):
+def start_world(load_settings):
     """(World, Config): the ranks seated, the config read on each. Before numpy and torch are imported.
 
     Collective: a rank whose config cannot be read, or whose GPUs do not add up, takes the others with it.
@@ -120,7 +120,7 @@ def _world(load_settings):
     return world, settings
 
 
-def _guarded(world, work) -> None:
+def guarded(world, work) -> None:
     """Do `work`; whatever it raises ends the job on all ranks."""
     from .world import Agreed
     try:
@@ -133,16 +133,16 @@ def _guarded(world, work) -> None:
 
 def _run(args) -> None:
     from . import config
-    world, settings = _world(lambda: config.load(args.config, args.overrides))
+    world, settings = start_world(lambda: config.load(args.config, args.overrides))
     from .run import run
-    _guarded(world, lambda: run(world, settings, args.resume))
+    guarded(world, lambda: run(world, settings, args.resume))
 
 
 def _grpo(args) -> None:
     from . import config
-    world, settings = _world(lambda: config.load(args.config, args.overrides))
+    world, settings = start_world(lambda: config.load(args.config, args.overrides))
     from .gradient.run import run
-    _guarded(world, lambda: run(world, settings, args.resume))
+    guarded(world, lambda: run(world, settings, args.resume))
 
 
 def _sft(args) -> None:
@@ -156,11 +156,11 @@ def _sft(args) -> None:
 
 def _eval(args) -> None:
     from . import config
-    world, settings = _world(lambda: config.load(_run_config(args.run), args.overrides))
+    world, settings = start_world(lambda: config.load(_run_config(args.run), args.overrides))
     from .results import Asked, evaluate_run
     asked = Asked(args.adapter, tuple(args.tasks), args.samples, args.temperature, args.right_at,
                   args.drift or (64 if args.drift_texts else 0), args.drift_texts, args.json)
-    _guarded(world, lambda: evaluate_run(world, settings, args.run, asked))
+    guarded(world, lambda: evaluate_run(world, settings, args.run, asked))
 
 
 def _export(args) -> None:

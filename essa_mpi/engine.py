@@ -41,14 +41,14 @@ def on_cpu() -> bool:
 class Engine:
     """One vLLM engine. `seconds` holds the time spent in {"place", "generate"} since `reset_clock`.
 
-    Attributes: tokenizer; capacity (candidates placed at once); max_model_len.
+    Attributes: spectrum (what search vectors are of); tokenizer; capacity (candidates placed at once); max_model_len.
     """
 
     def __init__(self, config: Config, spectrum: Spectrum):
         """Start vLLM (seconds). Raises UserError for what the user can mend."""
         from vllm import LLM
         from vllm.lora.request import LoRARequest
-        self._config, self._spectrum, self._placed = config, spectrum, spectrum
+        self._config, self.spectrum, self._placed = config, spectrum, spectrum
         self._merged = config.mode == "merged"
         if self._merged and config.tensor_parallel > 1:
             raise UserError("config: mode = 'merged' needs tensor_parallel = 1; use mode = 'shared'")
@@ -107,18 +107,18 @@ class Engine:
         if any(isinstance(v, Spectrum) for v in vectors):
             [other] = vectors
             self._rebase(other)
-            vectors = [np.zeros(self._spectrum.dimension)]
+            vectors = [np.zeros(self.spectrum.dimension)]
         elif any(v is not None for v in vectors):
-            self._rebase(self._spectrum)
+            self._rebase(self.spectrum)
         placed = [v for v in vectors if v is not None]
         if len(placed) > self.capacity:
             raise ValueError(f"{len(placed)} candidates for {self.capacity} places")
         if self._merged:
             [vector] = vectors
-            cores = None if vector is None else self._spectrum.cores(vector)
+            cores = None if vector is None else self.spectrum.cores(vector)
             self._llm.collective_rpc("essa_place_merged", args=(cores,))
         elif placed:
-            self._llm.collective_rpc(f"essa_place_{self._config.mode}", args=(self._spectrum.offsets(np.stack(placed)),))
+            self._llm.collective_rpc(f"essa_place_{self._config.mode}", args=(self.spectrum.offsets(np.stack(placed)),))
         self._slot_of = dict(zip([i for i, v in enumerate(vectors) if v is not None], range(self.capacity)))
         # KV blocks are keyed by tokens and adapter name, not by weights: without this a candidate
         # would be scored on its predecessor's keys and values, silently.

@@ -21,7 +21,7 @@ from .tasks import Row, load_task, one_line, read_file
 from .world import World
 
 
-def _answer(config: Config, run: Path) -> tuple[Spectrum, object, str, Checkpoint]:
+def answer_of(config: Config, run: Path) -> tuple[Spectrum, object, str, Checkpoint]:
     """(the warm start's spectrum, the run's result as `Engine.place` takes it, which that is, the newest checkpoint).
 
     Raises UserError.
@@ -107,7 +107,7 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         if asked.adapter is not None:
             vectors["adapter"] = np.zeros(prepared.spectrum.dimension)
         else:
-            _, result, answer, _ = _answer(config, Path(run))
+            _, result, answer, _ = answer_of(config, Path(run))
             vectors["warm_start"] = np.zeros(prepared.spectrum.dimension)
             vectors["trained" if answer == "trained" else "evolved"] = result
         tasks = [(config.name, config, prepared.task.heldout, prepared.reward)] + [
@@ -212,7 +212,7 @@ def export(config: Config, run: str, adapter: str | None, out: str, merged: bool
         vector = np.zeros(spectrum.dimension)
         text = card.of_adapter(config, adapter, spectrum, target.name, merged)
     else:
-        spectrum, vector, answer, checkpoint = _answer(config, Path(run))
+        spectrum, vector, answer, checkpoint = answer_of(config, Path(run))
         text = card.of_run(config, RunFolder.open(run), checkpoint, answer, spectrum, target.name, merged)
         if isinstance(vector, Spectrum):
             spectrum, vector = vector, np.zeros(vector.dimension)

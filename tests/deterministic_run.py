@@ -330,7 +330,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": args.preload})
 
     from essa_mpi import cli, config      # the path of `python -m essa_mpi run`
-    world, settings = cli._world(lambda: config.load(args.config, args.overrides))
+    world, settings = cli.start_world(lambda: config.load(args.config, args.overrides))
     if not settings.trackers:       # which need the real one
         spare_torch()
     faults = Faults(world.rank, args.fault)
@@ -352,10 +352,10 @@ def main() -> None:
     if args.eval:
         from essa_mpi import results
         run.start_scorer = lambda world, config, prepared, folder, _: factory(config, prepared.spectrum, prepared.task)
-        cli._guarded(world, lambda: results.evaluate_run(world, settings, args.eval,
+        cli.guarded(world, lambda: results.evaluate_run(world, settings, args.eval,
                                                         results.Asked(json_path="eval.json")))
     else:
-        cli._guarded(world, lambda: run.run(world, settings, args.resume, factory))
+        cli.guarded(world, lambda: run.run(world, settings, args.resume, factory))
     if counting and world.rank == 0:
         Path(args.count).write_text(json.dumps({"calls": counting.calls, "sent": counting.sent}))
 

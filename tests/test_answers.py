@@ -14,7 +14,7 @@ from essa_mpi import config as configuration
 from essa_mpi.answers import Answers
 from essa_mpi.config import UserError
 from essa_mpi.report import NAMES
-from essa_mpi.results import _answer, export
+from essa_mpi.results import answer_of, export
 from essa_mpi.runfile import RunFolder, load_checkpoint, save_checkpoint
 from essa_mpi.spectrum import Spectrum
 from test_run_mpi import history, run, sets
@@ -230,10 +230,10 @@ def test_a_run_of_release_0_1_is_resumed_without_its_answers(mpirun, finished, c
                                                      if k not in ("schema", "generation")}, 2)
     assert set(load_checkpoint(folder).groups) == {"search", "history"}
     config = configuration.load(folder.config)
-    spectrum, vector = _answer(config, folder.path)[:2]
+    spectrum, vector = answer_of(config, folder.path)[:2]
     assert vector.tobytes() == groups["search"]["mean"].tobytes()
     with pytest.raises(UserError, match="answer = 'averaged': .*runs/run has none yet; there are final$"):
-        _answer(replace(config, answer="averaged"), folder.path)
+        answer_of(replace(config, answer="averaged"), folder.path)
     run(mpirun, 2, copied, "--resume", *sets(generations=5))
     assert history(copied) == history(finished[0])
     assert set(kept(copied)) == set(ANSWERS)
