@@ -99,6 +99,7 @@ def warm_start(config: Config, log=print) -> dict:
         log(f"warm start: WARNING: all {steps} steps are done and the format rate is {rate}, "
             f"not sft_format_rate = {config.sft_format_rate}; raise sft_steps, sft_epochs or sft_lr")
     _save(model, config, done)
+    reward.close()
     log(f"warm start: {done['steps']} steps, {done['tokens']} tokens, {done['seconds']:.1f} s -> {config.adapter}")
     return done
 
