@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
                           help="w4a16: inputs that share a scale; the largest of 128, 64, 32 that fits")
     doctor = command("doctor", "what is installed, which MPI and GPUs, what would be bound where")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="check this config's run too")
+    overridable(doctor, "override a key of the config; repeatable")
     return p
 
 
@@ -190,7 +191,7 @@ def _quantise(args) -> None:
 
 def _doctor(args) -> None:
     from .doctor import doctor
-    raise SystemExit(doctor(args.config))
+    raise SystemExit(doctor(args.config, args.overrides))
 
 
 def _run_config(run: str) -> str:

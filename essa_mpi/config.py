@@ -164,7 +164,9 @@ def _check(key, value):
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is list and not all(type(v) is str for v in value)):
-        raise UserError(f"config: {key} = {json.dumps(value, default=str)}: needs {_WORDS[kind]}")
+        several = key in ("reward", "rewards")      # TRL has a list of functions there
+        raise UserError(f"config: {key} = {json.dumps(value, default=str)}: needs {_WORDS[kind]}" + (
+            '; several with their weights: rewards = {"file.py:f" = 1.0, math = 0.5}' if several else ""))
     if kind is float and not math.isfinite(value):
         raise UserError(f"config: {key} = {value}: needs a finite number")
     if kind is list and rule["one_of"]:

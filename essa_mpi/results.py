@@ -106,8 +106,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         tasks = [(config.name, config, prepared.task.heldout, prepared.reward)] + [
             _further(config, file) for file in asked.tasks]
         names = [name for name, *_ in tasks]
-        for name, file in zip(names[1:], asked.tasks):
-            if names.count(name) > 1:
+        for i, (name, file) in enumerate(zip(names[1:], asked.tasks)):
+            if name in names[:i + 1]:
                 raise UserError(f"--tasks {file}: its name is {name!r}, as that of the run or of another task; give it a "
                                 f"`name` of its own")
         texts = read_texts(asked.drift_texts)[:asked.drift] if asked.drift_texts else []

@@ -108,7 +108,8 @@ def check_model(path: str) -> None:
     """Raise UserError unless `path` is a model folder with the four attention projections."""
     if not Path(path).is_dir():
         raise UserError(f"config: model = {path!r}: there is no such folder; give a Hugging Face model folder "
-                        f"(with config.json, weights and tokenizer); nothing is downloaded")
+                        f"(with config.json, weights and tokenizer): nothing is downloaded, but "
+                        f"`hf download NAME --local-dir DIR` makes one")
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"config: model = {path!r}: the folder has no config.json; give a Hugging Face model folder")
     try:

@@ -45,7 +45,8 @@ class Function(Judged):
             lacking = [name for name in self.child.facts["needs"] if name not in has]
             if lacking:
                 raise UserError(f"reward {self.name} needs {', '.join(lacking)}, which {row.source} does not have; there are "
-                                f"{', '.join(sorted(has))}")
+                                f"{', '.join(sorted(has))}; rename the parameter, give it a default, or set reward_style "
+                                f"if it is not written for TRL")
 
     def digest(self):
         return self.child.facts["digest"]
@@ -87,7 +88,8 @@ def load(name: str):
     found = getattr(loaded, candidates[0], None) if candidates else None
     if not callable(found):
         near = ", ".join(k for k, v in vars(loaded).items() if inspect.isfunction(v)) or "none"
-        what = f"has no function {function!r}" if function else f"has neither {' nor '.join(USUAL)}"
+        what = (f"has no function {function!r}" if function else
+                f"has neither {' nor '.join(USUAL)}, which are taken if none is named: write {module}:FUNCTION")
         raise UserError(f"config: reward = {name!r}: {module} {what}; its functions: {near}")
     return found
 
