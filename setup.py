@@ -35,6 +35,7 @@ setup(
         "h5py",
         "peft>=0.21",       # brings torch, transformers and safetensors
         "datasets>=4.4",    # brings pyarrow
+        "psutil",           # to end all that a verifier has started
         "reasoning-gym>=0.1.25",
         "math-verify>=0.9.0",
         "if-verifiable==0.1.2",     # IFEval's checkers

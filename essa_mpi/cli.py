@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
                              help="TOML files of further tasks: heldout_data, reward, prompt_key, ...")
             sub.add_argument("--samples", type=_count, default=0, metavar="N",
                              help="also draw N completions a row: avg@N and the unbiased pass@k, k = 1, 2, 4, ... N")
-            sub.add_argument("--temperature", type=float, metavar="T", help="of those; default the run's, or 1")
-            sub.add_argument("--right-at", type=float, default=1.0, metavar="R", help="the reward of a right completion; default 1")
+            sub.add_argument("--temperature", type=_temperature, metavar="T", help="of those; default the run's, or 1")
+            sub.add_argument("--right-at", type=_finite, default=1.0, metavar="R", help="the reward of a right completion; default 1")
             sub.add_argument("--drift", type=_count, nargs="?", const=64, default=0, metavar="ROWS",
                              help="also the KL divergence to the base model on so many rows; default 64")
             sub.add_argument("--drift-texts", metavar="FILE", help="and on other texts: a text file, or JSONL with `text`")
@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
                           help="w4a16: inputs that share a scale; the largest of 128, 64, 32 that fits")
     doctor = command("doctor", "what is installed, which MPI and GPUs, what would be bound where")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="check this config's run too")
+    overridable(doctor, "override a key of the config; repeatable")
     return p
 
 
@@ -78,6 +79,23 @@ def _count(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 4096:
         raise argparse.ArgumentTypeError(f"{text}: needs a whole number from 1 to 4096")
     return int(text)
+
+
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not -1e30 < value < 1e30:
+        raise argparse.ArgumentTypeError(f"{text}: needs a finite number")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = _finite(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: needs a number above 0, or all samples of a row would be the same")
+    return value
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -182,7 +200,7 @@ def _quantise(args) -> None:
 
 def _doctor(args) -> None:
     from .doctor import doctor
-    raise SystemExit(doctor(args.config))
+    raise SystemExit(doctor(args.config, args.overrides))
 
 
 def _run_config(run: str) -> str:

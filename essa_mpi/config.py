@@ -41,7 +41,7 @@ class Config:
     # http://... (a server, asked as OpenRLHF asks one) | package.module:function | file.py:function.
     rewards: dict = _key({})                # instead of `reward`: several, name -> weight
     reward_style: str = _key("auto", one_of=("auto", "trl", "verl", "openrlhf"))  # how a function is called; auto: by its parameters
-    reward_seconds: float = _key(60.0, low=0.0, open_low=True)  # wall time a row may take; longer: missing, and counted
+    reward_seconds: float = _key(60.0, low=0.0, high=1e6, open_low=True)  # wall time a row may take; longer: missing, and counted
     math_answer: str = _key("any", one_of=("any", "boxed", "hash", "last"))  # where: as math-verify finds it; boxed; after ####; the last number
     math_lenient: bool = _key(False)        # math-verify's strict = False: variables, sets and tuples compared loosely
     gym_strict: bool = _key(False)          # reasoning_gym: 1 for a full score, else 0
@@ -189,7 +189,9 @@ def _check(key, value):
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is list and not all(type(v) is str for v in value)):
-        raise UserError(f"config: {key} = {json.dumps(value, default=str)}: needs {_WORDS[kind]}")
+        several = key in ("reward", "rewards")      # TRL has a list of functions there
+        raise UserError(f"config: {key} = {json.dumps(value, default=str)}: needs {_WORDS[kind]}" + (
+            '; several with their weights: rewards = {"file.py:f" = 1.0, math = 0.5}' if several else ""))
     if kind is float and not math.isfinite(value):
         raise UserError(f"config: {key} = {value}: needs a finite number")
     if kind is list and rule["one_of"]:
@@ -239,6 +241,8 @@ def _check_together(c: Config) -> None:
     for key, value in c.rewards.items():
         if type(value) not in (int, float) or not math.isfinite(value):
             raise UserError(f"config: rewards = {{{key!r} = {value!r}}}: needs a finite number, the reward's weight")
+    if c.rewards and not any(c.rewards.values()):
+        raise UserError(f"config: rewards = {json.dumps(c.rewards)}: all weights are 0; give one of them another")
     if c.rewards and c.reward != "exact":
         raise UserError(f"config: reward = {c.reward!r}: rewards is set too; put it in there, with its weight")
     for key in ("pool_rows", "batch_max"):

@@ -22,7 +22,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def doctor(config_path: str | None) -> int:
+def doctor(config_path: str | None, overrides: list[str] = ()) -> int:
     """Print the report; 0 if a run could start, 1 with the reasons if not. Collective under mpirun."""
     problems = []
     from . import seat
@@ -37,7 +37,7 @@ def doctor(config_path: str | None) -> int:
     try:
         if config_path:
             from . import config
-            settings = config.load(config_path)
+            settings = config.load(config_path, overrides)
         seat.take_gpus(place, settings.tensor_parallel if settings else 1)
     except UserError as error:
         problems.append(str(error))

@@ -62,7 +62,10 @@ class Engine:
         if config.max_model_len:
             options["max_model_len"] = config.max_model_len
         if on_cpu():
-            options.update(enforce_eager=True, kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30))
+            # vLLM takes a seeded draw of a prompt that is not whole yet back by an offset, which CPU generators lack:
+            # prompts are not cut into pieces.
+            options.update(enforce_eager=True, kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+                           enable_chunked_prefill=False)
         else:
             options["gpu_memory_utilization"] = config.gpu_memory_utilization
         if config.mode == "shared":

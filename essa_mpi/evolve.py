@@ -107,9 +107,12 @@ def advice(generation: Generation, sigma: float) -> str | None:
     if not np.isfinite(start) or not len(finite):
         return None
     if finite.max() == finite.min() == start:
+        wide = f"sigma = {2 * sigma:g} or more, or a larger batch"
+        what = (f"If all answers are wrong, warm-start further, or raise max_tokens if they are cut; else widen it: {wide}"
+                if start <= 0 else
+                f"Widen it: {wide}. If all answers are wrong warm-start further, if all are right take harder rows")
         return (f"warning: generation 0 is flat: every candidate scored {start:.3f}, as the warm start; the search learns "
-                f"nothing from that. Widen it: sigma = {2 * sigma:g} or more, or a larger batch. If all answers are wrong "
-                f"warm-start further, if all are right take harder rows")
+                f"nothing from that. {what}")
     if finite.max() < start - 2 * (0.0 if np.isnan(stderr) else stderr):
         return (f"warning: generation 0 is dead: the best candidate scored {finite.max():.3f}, the warm start "
                 f"{start:.3f} +- {stderr:.3f} on the same rows. Narrow it: sigma = {sigma / 2:g} or less")

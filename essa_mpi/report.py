@@ -103,9 +103,9 @@ def drift_lines(found: dict[str, dict]) -> list[str]:
     lines = ["drift from the base model, nats a token (+- standard error over rows)"]
     for where, arms in found.items():
         for arm, d in arms.items():
-            growth = (f", the texts' own negative log-likelihood {d['nll_growth'][0]:+.4f} +- {d['nll_growth'][1]:.4f}"
+            growth = (f", the texts' own negative log-likelihood {d['nll_growth'][0]:+.4f} +- {_four(d['nll_growth'][1])}"
                       if "nll_growth" in d else "")
-            lines.append(f"  {where:<6} {arm.replace('_', ' '):<11} KL {d['kl'][0]:.4f} +- {d['kl'][1]:.4f}{growth}")
+            lines.append(f"  {where:<6} {arm.replace('_', ' '):<11} KL {d['kl'][0]:.4f} +- {_four(d['kl'][1])}{growth}")
     return lines
 
 
@@ -115,6 +115,10 @@ def _bytes(n: int) -> str:
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return f"{n} B"
+
+
+def _four(value) -> str:
+    return "none" if value is None or not np.isfinite(value) else f"{value:.4f}"
 
 
 def _count(n: int) -> str:

@@ -1,6 +1,7 @@
 """`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
 
 import json
+import os
 import shutil
 import tomllib
 from dataclasses import dataclass, replace
@@ -87,6 +88,9 @@ TASK_KEYS = ("task", "task_args", "task_rows", "split_seed", "prompt_key", "answ
              "format_pattern", "ifeval_score", "ifeval_nltk_data", "allow_code", "code_seconds", "code_gib", "reward_model",
              "reward_device", "reward_trust_code")
 
+# Of these a further task has the run's where it says nothing: how the model is asked is no matter of the rows.
+OF_THE_RUN = ("system_prompt", "chat", "max_tokens", "stop")
+
 
 def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     """Score base, warm start and result (or base and `asked.adapter`) on held-out rows, and what else is asked for."""
@@ -100,6 +104,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
             config = replace(config, mode=checkpoint.attributes.get("mode", "shared") if checkpoint else "shared")
         if asked.adapter is not None:
             config = replace(config, adapter=asked.adapter, alpha=1.0)
+        config = replace(config, racing=0)      # here everything is scored on all rows
+        _check_json(asked.json_path)
         prepared = Prepared(config)
         if not prepared.task.heldout:
             raise UserError("there are no held-out rows; set heldout_data or heldout_rows with --set")
@@ -112,6 +118,11 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
             vectors["trained" if answer == "trained" else "evolved"] = result
         tasks = [(config.name, config, prepared.task.heldout, prepared.reward)] + [
             _further(config, file) for file in asked.tasks]
+        names = [name for name, *_ in tasks]
+        for i, (name, file) in enumerate(zip(names[1:], asked.tasks)):
+            if name in names[:i + 1]:
+                raise UserError(f"--tasks {file}: its name is {name!r}, as that of the run or of another task; give it a "
+                                f"`name` of its own")
         texts = read_texts(asked.drift_texts)[:asked.drift] if asked.drift_texts else []
         failure = folder.path / "logs" / "eval_failed.txt"
         if world.rank == 0:
@@ -125,14 +136,33 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     scorer = start_scorer(world, config, prepared, folder, None)
     for _, _, _, reward in tasks[1:]:
         reward.close()      # what was started before has the terminal for its output; it starts again when needed
-    found = {name: _score(world, settings, scorer, vectors, rows, reward, asked, name) for name, settings, rows, reward in tasks}
-    own = found.pop(config.name)
-    if found:
-        own["tasks"] = found
+    found = {}
+
+    def write():
+        if world.rank == 0 and asked.json_path:
+            write_json(asked.json_path, {**found, "ranks": world.size})
+
+    for name, settings, rows, reward in tasks:      # what is scored is kept, whatever a later task does
+        one = _score(world, settings, scorer, vectors, rows, reward, asked, name)
+        if name == config.name:
+            found = one
+        else:
+            found.setdefault("tasks", {})[name] = one
+        write()
+        reward.close()
     if asked.drift:
-        own["drift"] = _drift(world, config, scorer.engine, vectors, prepared.task.heldout[:asked.drift], texts)
-    if world.rank == 0 and asked.json_path:
-        write_json(asked.json_path, {**own, "ranks": world.size})
+        found["drift"] = _drift(world, config, scorer.engine, vectors, prepared.task.heldout[:asked.drift], texts)
+        write()
+
+
+def _check_json(path: str | None) -> None:
+    """Raise UserError if no file can be written there; said before hours of scoring."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"--json {path}: cannot be written: needs the name of a file in a folder that is there and may be "
+                        f"written to")
 
 
 def _further(config: Config, file: str) -> tuple:
@@ -142,17 +172,25 @@ def _further(config: Config, file: str) -> tuple:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"--tasks {file}: {one_line(error)}") from None
     given = {"name": Path(file).stem, "model": config.model, "adapter": config.adapter,
-             "task": table.get("heldout_data", ""), **table}
-    theirs = configuration.make(given)
+             "task": table.get("heldout_data", ""), **{key: getattr(config, key) for key in OF_THE_RUN}, **table}
+    try:
+        theirs = configuration.make(given)
+    except UserError as error:
+        raise UserError(f"--tasks {file}: {error}") from None
     settings = replace(config, **{key: getattr(theirs, key) for key in TASK_KEYS})
-    if "task" in table:
-        rows = load_task(settings).heldout
-    else:
-        rows = read_file(settings.heldout_data, "heldout_data", settings)[:settings.heldout_rows or None]
-    if not rows:
-        raise UserError(f"--tasks {file}: there are no held-out rows; set heldout_data or heldout_rows")
-    reward = load_reward(settings)
-    reward.check(rows)
+    if "task" not in table and "heldout_data" not in table:
+        raise UserError(f"--tasks {file}: there are no held-out rows; set heldout_data, or task with heldout_rows")
+    try:
+        if "task" in table:
+            rows = load_task(settings).heldout
+        else:
+            rows = read_file(settings.heldout_data, "heldout_data", settings)[:settings.heldout_rows or None]
+        if not rows:
+            raise UserError("there are no held-out rows; set heldout_data or heldout_rows")
+        reward = load_reward(settings)
+        reward.check(rows)
+    except UserError as error:
+        raise UserError(f"--tasks {file}: {error}") from None
     return theirs.name, settings, rows, reward
 
 

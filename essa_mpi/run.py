@@ -55,6 +55,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     evolve(config, world, prepared.task, scorer, search, answers, start,
            recorder.record if recorder else lambda g: None, recorder.elapsed() if recorder else 0.0)
     _finish(world, config, prepared, folder, scorer, search, answers, recorder)
+    prepared.reward.close()
     if held:
         held.close()
 
@@ -105,7 +106,8 @@ def prepare(world: World, config: Config) -> Prepared:
     world.agree(error)
     try:
         world.agree_equal(config=configuration.dump(config), model=prepared.model_hash,
-                          adapter=prepared.spectrum.digest(), rows=prepared.rows_hash)
+                          adapter=prepared.spectrum.digest(), rows=prepared.rows_hash,
+                          reward=prepared.reward.digest())
     except UserError as e:
         error = e
     world.agree(error)
@@ -126,7 +128,8 @@ def inputs(config: Config, prepared: Prepared) -> dict[str, tuple[str, str]]:
     """What a resumed run must find unchanged: attribute -> (hash, what it is)."""
     return {"model_hash": (prepared.model_hash, f"the model {config.model}"),
             "adapter_hash": (prepared.spectrum.source, f"the adapter {config.adapter}"),
-            "rows_hash": (prepared.rows_hash, f"the rows of {config.task}")}
+            "rows_hash": (prepared.rows_hash, f"the rows of {config.task}"),
+            "reward_hash": (prepared.reward.digest(), f"the file of the reward {config.reward if not config.rewards else ', '.join(config.rewards)}")}
 
 
 def open_folder(world: World, config: Config, prepared: Prepared, resume: bool, holds: str = "search"):
@@ -324,6 +327,12 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     if config.answer not in vectors:
         world.say(f"warning: answer = {config.answer!r}: the run has none; the final mean is handed over instead")
         config = replace(config, answer="final")
+    if world.rank == 0:     # before what may still go wrong: the result is on the disk
+        if config.validation_every and task.validation:
+            recorder.checkpoint(ended)
+        recorder.check_owned()
+        recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
+        save_adapter(prepared.spectrum, vectors[config.answer], folder.adapter)
     if task.heldout:
         arms = {"base": None, "warm_start": np.zeros(search.dimension), "evolved": vectors[config.answer],
                 **{name: vector for name, vector in vectors.items() if name != config.answer}}
@@ -335,11 +344,7 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     if world.rank != 0:
         return
     from .report import closing, summarise
-    if config.validation_every and task.validation:
-        recorder.checkpoint(ended)
     recorder.check_owned()
-    recorder.write_history()   # a kill between the last checkpoint and this file leaves it a record short
-    save_adapter(prepared.spectrum, vectors[config.answer], folder.adapter)
     summary = summarise(config, world.size, prepared.spectrum.dimension, recorder.history.arrays(), heldout,
                         prepared.warm_start)
     summary["peak_gib"] = peak

@@ -100,6 +100,7 @@ def warm_start(config: Config, log=print) -> dict:
         log(f"warm start: WARNING: all {steps} steps are done and the format rate is {rate}, "
             f"not sft_format_rate = {config.sft_format_rate}; raise sft_steps, sft_epochs or sft_lr")
     _save(model, config, done)
+    reward.close()
     log(f"warm start: {done['steps']} steps, {done['tokens']} tokens, {done['seconds']:.1f} s -> {config.adapter}")
     return done
 
@@ -108,7 +109,8 @@ def check_model(path: str) -> None:
     """Raise UserError unless `path` is a model folder with the four attention projections."""
     if not Path(path).is_dir():
         raise UserError(f"config: model = {path!r}: there is no such folder; give a Hugging Face model folder "
-                        f"(with config.json, weights and tokenizer); nothing is downloaded")
+                        f"(with config.json, weights and tokenizer): nothing is downloaded, but "
+                        f"`hf download NAME --local-dir DIR` makes one")
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"config: model = {path!r}: the folder has no config.json; give a Hugging Face model folder")
     try:

@@ -381,7 +381,8 @@ def check_model(model_folder: str | Path) -> dict:
     """The model's config.json. Raises UserError for a folder that is no usable model."""
     folder = Path(model_folder)
     if not (folder / "config.json").is_file():
-        raise UserError(f"model {folder}: no config.json there; give a Hugging Face model folder")
+        raise UserError(f"model {folder}: no config.json there; give a Hugging Face model folder: nothing is downloaded, "
+                        f"but `hf download NAME --local-dir DIR` makes one")
     try:
         config = json.loads((folder / "config.json").read_text())
     except ValueError as error:

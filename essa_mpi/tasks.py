@@ -152,7 +152,8 @@ def generator(config: Config):
                         f"pip install reasoning-gym, or give a file of rows") from None
     if config.task not in DATASETS:
         near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.5)
-        hint = f"nearest generators: {', '.join(near)}" if near else f"there are {len(DATASETS)} generators"
+        hint = f"nearest generators: {', '.join(near)}" if near else (
+            "name a file of rows, as in README.md under Rows, or one of reasoning-gym's generators")
         raise UserError(f"config: task = {config.task!r}: neither a file of rows nor a reasoning-gym "
                         f"generator; {hint}")
     for name, instead in (("size", "task_rows"), ("seed", "split_seed")):

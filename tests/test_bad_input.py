@@ -17,6 +17,9 @@ import pytest
 
 from conftest import ROOT
 from deterministic_run import SHAPES, write_adapter, write_config, write_model, write_rows, write_run
+from essa_mpi.runfile import RunFolder, save_checkpoint
+from essa_mpi.search import make_search
+from essa_mpi.spectrum import Spectrum
 
 PATIENCE = 240
 
@@ -131,6 +134,34 @@ def stored(**changed):
     return change
 
 
+EVAL = ["eval", "runs/run", "--tasks"]
+
+
+def evaluated(more="", data='heldout_data = "other.jsonl"'):
+    """A run that has a checkpoint, and tasks to evaluate it on besides."""
+    def change(folder):
+        stored(heldout_data=str(folder / "other.jsonl"), validation_data="")(folder)
+        spectrum = Spectrum.load(folder / "adapter", 1.0)
+        save_checkpoint(RunFolder(folder / "runs/run"), 1, {"search": make_search("sep", spectrum.dimension, 7, 0.3, 1).state()},
+                        {}, keep=2)
+        for name in "ab":
+            (folder / name).mkdir()
+            (folder / name / "more.toml").write_text(f"{data}\n{more}\n")
+    return change
+
+
+def heldout(row, name="exact"):
+    """Held-out rows that the reward cannot judge: said before anything else is done."""
+    def change(folder):
+        (folder / "heldout.jsonl").write_text(json.dumps(row))
+        write_run(folder, reward=name, heldout_data=str(folder / "heldout.jsonl"))
+        (folder / "my_rewards.py").write_text("def f(completions, tag): return [1.0] * len(completions)")
+        rows = [json.loads(line) | {"tag": 1} for line in (folder / "rows.jsonl").read_text().splitlines()]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "other.jsonl").write_text("".join(json.dumps(r | {"prompt": r["prompt"] + "!"}) + "\n" for r in rows[:3]))
+    return change
+
+
 def reward(name, code=""):
     def change(folder):
         write_run(folder, reward=name)
@@ -214,6 +245,16 @@ def case(name, change, says, words=RUN, ranks=0, env=None):
     # other commands
     case("eval-of-no-run", keys(), r"runs/nowhere is not a run folder", ["eval", "runs/nowhere"]),
     case("show-of-no-run", keys(), r"run folder runs/nowhere cannot be opened", ["show", "runs/nowhere"]),
+    case("eval-into-no-folder", evaluated(), r"--json nowhere/x.json: cannot be written", [*EVAL[:2], "--json", "nowhere/x.json"]),
+    case("eval-into-a-folder", evaluated(), r"--json model: cannot be written", [*EVAL[:2], "--json", "model"]),
+    case("two-tasks-of-one-name", evaluated(), r"--tasks b/more.toml: its name is 'more'", [*EVAL, "a/more.toml", "b/more.toml"]),
+    case("a-task-named-as-the-run", evaluated('name = "run"'), r"--tasks a/more.toml: its name is 'run'", [*EVAL, "a/more.toml"]),
+    case("a-task-without-rows", evaluated(data=""), r"--tasks a/more.toml: there are no held-out rows", [*EVAL, "a/more.toml"]),
+    case("a-task-of-unknown-key", evaluated("hue = 3"), r"--tasks a/more.toml: config: unknown key `hue`", [*EVAL, "a/more.toml"]),
+    case("a-task-that-is-not-there", evaluated(), r"--tasks no.toml: .*No such file", [*EVAL, "no.toml"]),
+    case("a-heldout-answer-that-is-none", heldout({"prompt": "p", "answer": True}), r"the answer is 'True'"),
+    case("a-heldout-row-without-a-column", heldout({"prompt": "p"}, 'my_rewards:f'),
+         r"reward my_rewards:f needs tag, which .*heldout.jsonl:1 does not have; there are"),
     case("export-to-a-folder-that-is-there", stored(), r"--out model: is there already",
          ["export", "runs/run", "--out", "model"]),
 ])

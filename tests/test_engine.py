@@ -405,6 +405,21 @@ def test_seeds_decide_sampled_completions(engine, oracle, prompts):
         assert draw(0, [seed + 1 for seed in seeds]) != first
 
 
+@pytest.mark.slow
+def test_seeds_decide_whatever_a_step_can_take(oracle, long_prompts, real_model, adapter):
+    """More prompt tokens at once than vLLM computes in a step: it cannot, on a CPU, take back the draw of a prompt in pieces."""
+    # Beginnings of their own, so that none is found in the prefix cache.
+    asked = [Request(0, [100 + row] + long_prompts[row % 2], perturbation.sampling_seed(0, 0, row, 0)) for row in range(32)]
+    assert sum(len(r.prompt) for r in asked) > 4096
+
+    def draw(requests):
+        return [c.tokens for c in engine.generate(requests)]
+
+    with EngineSession(settings_of(real_model, adapter, "shared", kv_cache_gib=1.0, temperature=1.0)) as engine:
+        engine.place([oracle.candidate(0)])
+        assert draw(asked) == [tokens for i in range(0, 32, 8) for tokens in draw(asked[i:i + 8])]
+
+
 class Length(Reward):
     """How near a completion comes to a length."""
 

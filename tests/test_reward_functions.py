@@ -263,12 +263,15 @@ def test_one_that_gives_nan_is_counted_with_its_row(load):
     assert kind.endswith("gave nan or inf") and count == 2 and reward.where[kind] == "t.jsonl:2"
 
 
-def test_no_verifier_outlives_its_rank(tmp_path):
-    """A rank that is killed takes its verifier with it, even one that hangs."""
+@pytest.mark.parametrize("hang", ["time.sleep(1000)", "re.match('(a+)+$', 'a' * 60 + 'b')"])
+def test_no_verifier_outlives_its_rank(tmp_path, hang):
+    """A rank that is killed takes its verifier with it, even one that hangs, and holds the GIL; and what that started."""
     import subprocess
     import sys
-    (tmp_path / "r.py").write_text("import os, time\ndef f(completions):\n    open('pid', 'w').write(str(os.getpid()))\n"
-                                   "    time.sleep(1000)")
+    (tmp_path / "r.py").write_text(
+        "import os, re, subprocess, sys, time\ndef f(completions):\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', 'left-by-a-rank'], start_new_session=True)\n"
+        f"    open('pid', 'w').write(str(os.getpid()))\n    {hang}")
     code = ("from essa_mpi import config\nfrom essa_mpi.rewards import load_reward\nfrom essa_mpi.tasks import Row\n"
             "c = config.make(dict(name='t', model='m', adapter='a', task='t.jsonl', reward='r.py:f'))\n"
             "load_reward(c).score([Row('p', '1', {}, None, 's')], [''])")
@@ -282,6 +285,75 @@ def test_no_verifier_outlives_its_rank(tmp_path):
     rank.wait()
     psutil.wait_procs([child], timeout=20)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert gone("left-by-a-rank")
+
+
+def gone(word, seconds=10.0) -> bool:
+    """Whether no process has this word on its command line, now or soon."""
+    deadline = time.monotonic() + seconds
+    while [p for p in psutil.process_iter(["cmdline"]) if word in (p.info["cmdline"] or [])]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_what_a_reward_started_ends_with_it(load):
+    """In a session of its own, and orphaned."""
+    source = ("import subprocess, sys\ndef f(completions):\n"
+              "    subprocess.run(['sh', '-c', f'{sys.executable} -c \"import time; time.sleep(1000)\" left-by-a-reward &'],\n"
+              "                   start_new_session=True)\n    return [1.0] * len(completions)")
+    reward = load(source, "f")
+    assert reward.score([row(1)], [""]).tolist() == [1]
+    assert not gone("left-by-a-reward", 0)
+    reward.close()
+    assert gone("left-by-a-reward", 0)
+
+
+def test_what_a_reward_starts_can_be_terminated(load):
+    """As verifiers limit their time: SIGTERM to a process, forked or executed."""
+    source = ("import multiprocessing, subprocess, time\n"
+              "def f(completions):\n"
+              "    p = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,))\n"
+              "    p.start(); p.join(.1); p.terminate(); p.join()\n"
+              "    q = subprocess.Popen(['sleep', '1000']); q.terminate(); q.wait()\n"
+              "    return [float(p.exitcode + q.returncode)] * len(completions)")
+    assert load(source, "f", reward_seconds=20).score([row(1)], [""]).tolist() == [-30]
+
+
+def test_arguments_changed_in_place_are_one_items_own(load):
+    source = ("def f(completions, tags):\n    return [float(len(t) + len(t.pop())) for t in tags]\n"
+              "def g(solution_str, ground_truth, extra_info):\n"
+              "    extra_info['seen'].append(1)\n    return float(len(extra_info['seen']))")
+    same = row(1, tags=["a", "b"], extra_info={"seen": []})
+    for function, value in (("f", 3), ("g", 1)):
+        reward = load(source, function)
+        assert reward.score([same] * 3, [""] * 3).tolist() == [value] * 3
+        assert reward.score([same], [""]).tolist() == [value]
+
+
+def test_a_fork_that_comes_back_answers_nothing(load):
+    source = "import os\ndef f(solution_str, ground_truth):\n    os.fork()\n    return float(len(solution_str))"
+    assert load(source, "f").score([row(n) for n in range(3)], ["aaa", "bbbb", "ccccc"]).tolist() == [3, 4, 5]
+
+
+def test_what_is_written_to_low_files_is_no_answer(load):
+    source = ("import os\ndef f(completions):\n    for fd in range(3, 30):\n        try:\n            os.write(fd, b'noise' * 9)\n"
+              "        except OSError:\n            pass\n    return [1.0] * len(completions)")
+    assert load(source, "f", reward_seconds=5).score([row(1)], [""]).tolist() == [1]
+
+
+def test_columns_that_a_function_needs_are_looked_for_before_anything_runs(load):
+    reward = load("def f(completions, solution, hint=None): return [1.0] * len(completions)", "f")
+    reward.check([row(1, solution="x")])
+    assert "needs solution, which t.jsonl:2 does not have" in refusal(reward.check, [row(1, solution="x"), row(2, other=1)])
+
+
+def test_the_file_is_part_of_what_a_run_is(load):
+    first = load("def f(completions): return [1.0]", "f").digest()
+    assert first and load("def f(completions): return [1.0]", "f").digest() == first
+    assert load("def f(completions): return [2.0]", "f").digest() != first
+    assert load_reward(settings(reward="boxed")).digest() == ""
 
 
 # -- several -------------------------------------------------------------------------------------
@@ -300,6 +372,23 @@ def test_several_weighted(load, tmp_path):
     reward.close()
 
 
+def test_a_part_of_no_weight_is_only_noted(load, tmp_path):
+    load("def f(completions): return [float('nan')] * len(completions)", "f")
+    reward = load_reward(settings(rewards={"boxed": 1.0, f"{tmp_path}/rewards_of_mine.py:f": 0.0}))
+    assert reward.judge([row(1)], [r"\boxed{7}"]).values.tolist() == [1.0]
+    reward.close()
+
+
+def test_trouble_is_told_with_its_own_row(load, tmp_path):
+    load("def f(completions, bad): return [float('nan') if b else 1.0 for b in bad]", "f")
+    reward = load_reward(settings(rewards={"boxed": 1.0, f"{tmp_path}/rewards_of_mine.py:f": 1.0}))
+    for bad in (1, 2):
+        reward.trouble.clear(), reward.where.clear()    # as the scorer does
+        reward.judge([row(n, bad=n == bad) for n in range(3)], [""] * 3)
+        assert list(reward.where.values()) == [f"t.jsonl:{bad}"]
+    reward.close()
+
+
 def test_several_of_which_one_fails(load, tmp_path):
     load("def f(completions): return [float('nan')] * len(completions)", "f")
     reward = load_reward(settings(rewards={"boxed": 1.0, f"{tmp_path}/rewards_of_mine.py:f": 1.0}))
@@ -312,6 +401,7 @@ def test_several_of_which_one_fails(load, tmp_path):
     ({"rewards": {"boxed": "1"}}, "rewards = {'boxed' = '1'}: needs a finite number"),
     ({"rewards": {"boxed": 1}, "reward": "math"}, "reward = 'math': rewards is set too"),
     ({"rewards": {"bxed": 1}}, "there is no such reward"),
+    ({"rewards": {"boxed": 0}}, "all weights are 0"),
 ])
 def test_weights_that_are_none(keys, says):
     assert says in refusal(lambda: load_reward(settings(**keys)))

@@ -176,6 +176,12 @@ HEAD = "import math\n\ndef add(a, b):\n    '''Adds.'''\n"
     ("```python\nx = 1\n```\n```python\ndef add(a, b):\n    return a + b\n```", 1),
     ("    return a +", 0), ("", 0), ("    exit(0)", 0), ("    import os; os._exit(0)", 0),
     ("    raise SystemExit", 0), ("    print('x' * 10**6)\n    return a + b", 1),
+    ("```python3\ndef add(a, b):\n    return a + b\n```", 1), ("``` python\r\ndef add(a, b):\r\n    return a + b\r\n```", 1),
+    ("```bash\npip install x\n```\nThen:\n```python\ndef add(a, b):\n    return a + b\n```", 1),
+    ("```python\ndef add(a, b):\n    return a + b```", 1), ("```python\ndef add(a, b):\n    return a + b", 1),
+    ("```python\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    left: 'N' = None\n"
+     "def add(a, b):\n    import pickle\n    return pickle.loads(pickle.dumps(N(a))).left + b\n```", 1),
+    ("    import os\n    os.write(1, os.urandom(9)); os._exit(0)", 0),
 ])
 def test_code(load, completion, reward):
     assert load("code", allow_code=True).score([row(prompt=HEAD, **ADD)], [completion]).tolist() == [reward]
@@ -183,15 +189,20 @@ def test_code(load, completion, reward):
 
 def test_code_with_a_list_of_tests(load):
     tests = {"test_list": ["assert f(2) == 4", "assert f(3) == 9"], "test_setup_code": "import math"}
-    texts = ["def f(x):\n    return x * x", "def f(x):\n    return x + x"]
-    assert load("code", allow_code=True).score([row(**tests)] * 2, texts).tolist() == [1, 0]
+    texts = ["def f(x):\n    return x * x", "def f(x):\n    return x + x",
+             "```python\nprint(f(2))\n```\nwith\n```python\ndef f(x):\n    return x * x\n```"]
+    assert load("code", allow_code=True).score([row(**tests)] * 3, texts).tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("body", [
     "    while True: pass", "    import time; time.sleep(1000)", "    return [0] * 10**9",
-    "    import os\n    while True: os.fork()" if False else "    import subprocess, sys\n"
+    "    import subprocess, sys\n"
     "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', 'left-by-code'])\n    import time; time.sleep(99)",
     "    open('big', 'wb').write(bytes(2**25))",
+    "    import sys\n    while True: sys.stdout.write('x' * 10**6)",
+    "    import os\n    for _ in range(1500):\n        os.mkdir('a'); os.chdir('a')\n    return 4",
+    "    import subprocess, sys\n    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', 'left-by-code'],\n"
+    "                     start_new_session=True)\n    return 4",
 ])
 def test_code_that_wants_too_much(load, body):
     reward = load("code", allow_code=True, code_seconds=1.0, code_gib=1.0)

@@ -44,6 +44,10 @@ class Reward:
             if self.needs_answer and row.answer is None:
                 raise no_answer(row, self.config, f"reward = {self.name!r}")
 
+    def digest(self) -> str:
+        """A hash of what it is beyond the config, the user's own file; "" if nothing."""
+        return ""
+
     def judge(self, rows: list[Row], completions: list[str], tokens: list | None = None) -> Judgement:
         """Judge completions of rows; tokens: their ids, where known. Raises UserError, naming the row."""
         values = [self._score(row, text) for row, text in zip(rows, completions, strict=True)]

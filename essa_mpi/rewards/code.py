@@ -9,13 +9,16 @@ import os
 import re
 import resource
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 from ..config import Config, UserError
-from .child import Reply
+from ..tasks import one_line
+from .child import Reply, adopt_orphans, end_descendants
 from .judged import Judged
 
 FILE_BYTES = 2**24      # a file that the program writes
@@ -44,25 +47,57 @@ class Code(Judged):
                                 f"{', '.join(map(repr, row.fields)) or 'no other columns'}")
 
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+def blocks_of(text: str) -> list[str]:
+    """The fenced blocks that are Python or do not say what they are; an unclosed one goes to the end."""
+    found, block, python = [], None, False
+    for line in text.splitlines():
+        fence = re.match(r"[ \t]*(?:```+|~~~+)[ \t]*([^`\s]*)", line)
+        if block is None:
+            if fence:
+                block, python = [], re.fullmatch(r"(?i)(py|python)[\d.]*|", fence[1]) is not None
+        elif fence and not fence[1]:
+            found += ["\n".join(block)] * python
+            block = None
+        elif line.rstrip().endswith("```"):     # closed behind the last line of code
+            found += ["\n".join([*block, line.rstrip().rstrip("`")])] * python
+            block = None
+        else:
+            block.append(line)
+    return found + (["\n".join(block)] if block and python else [])
 
 
 def program(row, completion: str) -> str:
     """What is run: the completion's code, the row's prompt before it if it continues that, and the tests."""
-    blocks = _BLOCK.findall(completion)
-    entry = row.fields.get("entry_point")
+    blocks, entry, tests = blocks_of(completion), row.fields.get("entry_point"), row.fields.get("test_list")
     prompt = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-    defines = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(entry)}\b", re.MULTILINE) if entry else None
-    code = next((block for block in blocks if defines is None or defines.search(block)), blocks[0] if blocks else completion)
-    if defines is not None:
+    asked = [entry] if entry else re.findall(r"\b(\w+)\s*\(", " ".join(tests or []))
+    defines = re.compile(rf"^\s*(?:(?:async\s+)?def|class)\s+(?:{'|'.join(map(re.escape, asked)) or '(?!)'})\b", re.MULTILINE)
+    code = next((block for block in blocks if defines.search(block)), blocks[0] if blocks else completion)
+    if entry:
         if not defines.search(code):
             code = prompt + code                            # a continuation of the function's head
         elif defines.search(prompt):
             code = prompt[:defines.search(prompt).start()] + "\n" + code      # a whole function; the prompt's imports
-    tests = row.fields.get("test_list")
     if isinstance(row.fields.get("test"), str) and entry:
         return f"{code}\n\n{row.fields['test']}\n\ncheck({entry})\n"
     return code + "\n\n" + "\n".join([row.fields.get("test_setup_code") or "", *tests]) + "\n"
+
+
+# A module of its own, which dataclasses and pickle look their names up in.
+RUNNER = """
+import os, sys, types
+word, _, source = sys.stdin.read().partition("\\n")
+module = sys.modules["program"] = types.ModuleType("program")
+exec(compile(source, "program", "exec"), module.__dict__)
+os.write(int(sys.argv[1]), word.encode())
+"""
+
+
+def _remove(folder: str) -> None:
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):       # a program may have nested folders deeper than Python can go
+        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)
 
 
 class Verifier:
@@ -72,33 +107,49 @@ class Verifier:
 
     def __init__(self, seconds: float, gib: float):
         self._seconds, self._bytes = seconds, int(gib * 2**30)
+        adopt_orphans()
 
     def judge(self, items):
         for item in items:
-            yield self._run(program(item.row, item.text))
-
-    def _run(self, text: str) -> Reply:
-        """1 if the program reaches its end. It says so with a word it cannot know beforehand, as exiting is easy."""
-        word = secrets.token_hex(16)
-        with tempfile.TemporaryDirectory() as folder:
-            text += f"\n__import__('os').write(1, b'\\n{word}\\n')\n"
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-c", "import sys; exec(compile(sys.stdin.read(), 'program', 'exec'), {'__name__': 'program'})"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder, text=True,
-                encoding="utf-8", errors="replace", env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1"},
-                start_new_session=True, preexec_fn=self._limit)
+            folder = tempfile.mkdtemp()
             try:
-                said, _ = process.communicate(text, timeout=2 * self._seconds)
-            except subprocess.TimeoutExpired:
-                said = None
+                yield self._run(program(item.row, item.text), Path(folder))
+            except Exception as error:      # of ours: whatever a program does is no reason to end the job
+                yield Reply(trouble=f"code: {one_line(error)}")
             finally:
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)      # and what it started
-                except ProcessLookupError:
-                    pass
-                process.communicate()
-        late = said is None or process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
-        return Reply(float(bool(said) and word in said.splitlines()), {"timeout": float(late)})
+                _remove(folder)
+
+    def _run(self, text: str, folder: Path) -> Reply:
+        """1 if the program reaches its end. It says so with a word it does not know beforehand, as exiting is easy."""
+        word = secrets.token_hex(16)
+        source, work = folder / "program", folder / "work"
+        work.mkdir()
+        source.write_text(f"{word}\n{text}", encoding="utf-8", errors="replace")
+        told, tell = os.pipe()
+        try:
+            # Nothing of it is read but the word, so that it may print as much as it likes.
+            with open(source) as stdin:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", RUNNER, str(tell)], stdin=stdin, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, cwd=work, pass_fds=[tell], start_new_session=True, preexec_fn=self._limit,
+                    env={"PATH": os.defpath, "HOME": str(work), "OMP_NUM_THREADS": "1"})
+            try:
+                code = process.wait(2 * self._seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            process.kill()
+            process.wait()
+            end_descendants()       # and what it started
+            os.set_blocking(told, False)
+            try:
+                said = os.read(told, 1000)
+            except BlockingIOError:
+                said = b""
+        finally:
+            os.close(told)
+            os.close(tell)
+        late = code is None or code in (-signal.SIGXCPU, -signal.SIGKILL)
+        return Reply(float(said == word.encode()), {"timeout": float(late)})
 
     def _limit(self):
         seconds = max(1, int(self._seconds))

@@ -9,6 +9,7 @@ a process of its own, where what it prints goes to the rank's log; a coroutine i
 """
 
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -23,6 +24,7 @@ from .child import Item, Reply
 from .conversation import Conversation
 from .judged import Judged
 
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")    # beside a row's columns
 USUAL = ("compute_score", "reward_func")    # what verl and OpenRLHF look for in a file
 
 
@@ -35,6 +37,19 @@ class Function(Judged):
         self.child.start()
         self.style = self.child.facts["style"]
         self.needs_answer = self.style == "verl"
+
+    def check(self, rows):
+        super().check(rows)
+        for row in rows if self.style == "trl" else ():
+            has = {*row.fields, *GIVEN, *([self.config.answer_key] if row.answer is not None else [])}
+            lacking = [name for name in self.child.facts["needs"] if name not in has]
+            if lacking:
+                raise UserError(f"reward {self.name} needs {', '.join(lacking)}, which {row.source} does not have; there are "
+                                f"{', '.join(sorted(has))}; rename the parameter, give it a default, or set reward_style "
+                                f"if it is not written for TRL")
+
+    def digest(self):
+        return self.child.facts["digest"]
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -73,7 +88,8 @@ def load(name: str):
     found = getattr(loaded, candidates[0], None) if candidates else None
     if not callable(found):
         near = ", ".join(k for k, v in vars(loaded).items() if inspect.isfunction(v)) or "none"
-        what = f"has no function {function!r}" if function else f"has neither {' nor '.join(USUAL)}"
+        what = (f"has no function {function!r}" if function else
+                f"has neither {' nor '.join(USUAL)}, which are taken if none is named: write {module}:FUNCTION")
         raise UserError(f"config: reward = {name!r}: {module} {what}; its functions: {near}")
     return found
 
@@ -100,7 +116,7 @@ class Verifier:
         self._loop = asyncio.new_event_loop()
         # TRL's get whole lists by convention; coroutines are awaited together, for they mostly wait.
         whole = style == "trl" or inspect.iscoroutinefunction(self._function)
-        self.facts = {"style": style, "together": whole}
+        self.facts = {"style": style, "together": whole, "needs": self._needs, "digest": _digest(self._function)}
 
     def judge(self, items: list[Item]):
         if not self.facts["together"]:
@@ -220,6 +236,16 @@ class Verifier:
             except UserError:
                 continue
         return Reply(finite(value, item.row.source, self._name), components)
+
+
+def _digest(function) -> str:
+    """A hash of the file that the function comes from; "" where there is none to be read."""
+    try:
+        module = sys.modules.get(getattr(function, "__module__", None)) or inspect.getmodule(function)
+        return hashlib.sha256(Path(inspect.getfile(inspect.unwrap(function) if inspect.isfunction(function) else module))
+                              .read_bytes()).hexdigest()
+    except (TypeError, OSError, AttributeError):
+        return ""
 
 
 def _as_prompted(item):

@@ -64,7 +64,8 @@ class Verifier:
         try:
             nltk.data.find("tokenizers/punkt_tab/english")
         except LookupError:
-            raise UserError("config: reward = 'ifeval': NLTK's punkt_tab is not found; set ifeval_nltk_data (or NLTK_DATA) "
+            raise UserError("config: reward = 'ifeval': NLTK's punkt_tab is not found" + (
+                            f" in ifeval_nltk_data = {nltk_data!r}" if nltk_data else "") + "; set ifeval_nltk_data (or NLTK_DATA) "
                             "to a folder that has tokenizers/punkt_tab/english, from `python -m nltk.downloader -d DIR "
                             "punkt_tab` on a machine with a network") from None
         import langdetect

@@ -33,6 +33,11 @@ class Math(Formatted):
         super().__init__(name, config, "maths:Verifier",
                          {"answer": config.math_answer, "lenient": config.math_lenient}, cpu_seconds=SECONDS)
 
+    def check(self, rows):
+        super().check(rows)
+        for row in rows:
+            self._answer(row)
+
     def judge(self, rows, completions, tokens=None):
         for row in rows:
             self._answer(row)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ..config import Config
-from .base import Judgement, Reward
+from .base import Judgement, Reward, finite
 
 
 class Several(Reward):
@@ -28,7 +28,8 @@ class Several(Reward):
         components = [{} for _ in rows]
         for reward, weight in self._rewards.items():
             found = reward.judge(rows, completions, tokens)
-            total += np.where(found.skipped, 0.0, weight * found.values)
+            if weight:      # else it is only noted: a row it has no value for misses nothing
+                total += np.where(found.skipped, 0.0, weight * found.values)
             skipped &= found.skipped
             for mine, value, theirs in zip(components, found.values.tolist(), found.components):
                 mine[reward.name] = value
@@ -37,8 +38,14 @@ class Several(Reward):
                 self.trouble[kind] += count
             self.where = {**reward.where, **self.where}
             reward.trouble.clear()
+            reward.where.clear()
+        for row, value in zip(rows, total.tolist()):
+            finite(value, row.source, self.name)    # refuses what is too large
         total[skipped] = math.nan
         return Judgement(total, skipped, components)
+
+    def digest(self):
+        return " ".join(reward.digest() for reward in self._rewards).strip()
 
     def has_format(self, completion):
         return next((has for has in (reward.has_format(completion) for reward in self._rewards) if has is not None), None)

@@ -6,19 +6,26 @@ from decimal import Decimal
 from .base import Reward
 
 
-class Exact(Reward):
-    """1 if the completion is the answer, as stripped strings."""
+class Answered(Reward):
+    """One that compares with the row's answer, a string or a number."""
 
     needs_answer = True
+
+    def check(self, rows):
+        super().check(rows)
+        for row in rows:
+            self._answer(row)
+
+
+class Exact(Answered):
+    """1 if the completion is the answer, as stripped strings."""
 
     def _score(self, row, completion):
         return float(completion.strip() == self._answer(row))
 
 
-class Boxed(Reward):
+class Boxed(Answered):
     """1 if the first \\boxed{...} holds the answer: the same stripped string, or the same number."""
-
-    needs_answer = True
 
     def _score(self, row, completion):
         answer, found = self._answer(row), boxed(completion)
