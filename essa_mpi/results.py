@@ -105,7 +105,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         if asked.adapter is not None:
             config = replace(config, adapter=asked.adapter, alpha=1.0)
         config = replace(config, racing=0)      # here everything is scored on all rows
-        _check_json(asked.json_path)
+        if world.rank == 0:
+            _check_json(asked.json_path)
         prepared = Prepared(config)
         if not prepared.task.heldout:
             raise UserError("there are no held-out rows; set heldout_data or heldout_rows with --set")
