@@ -58,6 +58,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
           recorder.record if recorder else lambda step: None, validate if prepared.task.validation else None,
           recorder.elapsed() if recorder else 0.0)
     _finish(world, greedy, prepared, folder, validating, policy, learner, recorder)
+    prepared.reward.close()
     if held:
         held.close()
 
@@ -94,7 +95,7 @@ def settled(config: Config) -> Config:
     engine = config.vllm
     if config.temperature != 1:     # log-probabilities of what was drawn from, not of the model at temperature 1
         engine = {"logprobs_mode": "processed_logprobs", **engine}
-    return replace(config, samples=config.group, vllm=engine)
+    return replace(config, samples=config.group, racing=0, vllm=engine)
 
 
 def _policy(world: World, config: Config, prepared) -> Policy:
@@ -208,6 +209,14 @@ class Recorder(Record):
 def _finish(world, greedy: Config, prepared, folder: RunFolder, scorer, policy: Policy, learner, recorder) -> None:
     """Held-out scores (greedy), the adapter, summary.json, and the closing table."""
     heldout, task = None, prepared.task
+    if world.rank == 0:     # before what may still go wrong: the result is on the disk
+        recorder.check_owned()
+        recorder.write_history()
+        other = prepared.spectrum.with_factors(policy.parameters.factors(learner.flat))
+        try:
+            write_folder(folder.adapter, lambda fresh: other.save(fresh, np.zeros(other.dimension)))
+        except OSError as error:
+            raise UserError(f"{folder.adapter} cannot be written: {error.strerror or error}") from error
     if task.heldout:
         arms = {"base": None, "warm_start": np.zeros(prepared.spectrum.dimension),
                 "trained": policy.parameters.placed(learner.flat)}
@@ -219,12 +228,6 @@ def _finish(world, greedy: Config, prepared, folder: RunFolder, scorer, policy: 
     if world.rank != 0:
         return
     recorder.check_owned()
-    recorder.write_history()
-    other = prepared.spectrum.with_factors(policy.parameters.factors(learner.flat))
-    try:
-        write_folder(folder.adapter, lambda fresh: other.save(fresh, np.zeros(other.dimension)))
-    except OSError as error:
-        raise UserError(f"{folder.adapter} cannot be written: {error.strerror or error}") from error
     summary = summarise(greedy, world.size, len(learner.flat), recorder.history.arrays(), heldout,
                         prepared.warm_start, peak)
     write_json(folder.summary, summary)
