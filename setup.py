@@ -53,6 +53,7 @@ setup(
             "pytest-mpi==0.6",          # not mpi-pytest, which installs the same import name
             "cma==4.5.0",               # the search is held against both
             "cmaes==0.13.1",
+            "trl==1.16.0",              # the losses are held against it
             "scipy",
             "tensorboard",              # what trackers write is read back
             "wandb",
