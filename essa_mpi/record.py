@@ -85,7 +85,8 @@ class Record:
     def seconds_left(self, number: int, seconds: float) -> float:
         """What the generations after this one will take, if they take what the last five took."""
         self._recent.append(seconds)
-        return float(np.median(self._recent)) * (self._config.generations - number - 1)
+        left = float(np.median(self._recent)) * (self._config.generations - number - 1)
+        return max(0.0, min(left, self._config.max_seconds - self.elapsed())) if self._config.max_seconds else left
 
 
 def duration(seconds: float) -> str:
