@@ -33,7 +33,7 @@ class Settings:
     warm_rate: float = 2e-3
     steps: int = 150            # of GRPO
     prompts: int = 32           # mazes a step
-    rate: float = 1e-3
+    rate: float = 3e-4
     clip: float = 1.0           # the largest norm of a gradient
     samples: int = 128          # a held-out maze, for pass@k
 
