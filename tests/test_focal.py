@@ -157,8 +157,12 @@ def test_valley_is_where_gamma_0_retains_least(focal):
                 "retained": focal.summary(values)}
     rows = [row(2, 0.0, 0.5, 0.7), row(2, 1.0, 0.5, 0.7), row(4, 0.0, 0.1, 0.2), row(4, 1.0, 0.3, 0.4),
             row(8, 0.0, 0.9, 1)]
-    size, ratio = focal.valley(rows)
-    assert size == 4 and ratio["values"] == pytest.approx([3, 2]) and ratio["standard_error"] == pytest.approx(0.5)
+    size, over = focal.valley(rows)
+    assert size == 4 and over.keys() == {4}
+    assert over[4]["values"] == pytest.approx([3, 2]) and over[4]["standard_error"] == pytest.approx(0.5)
+    rows += [row(16, 0.0, 0.15, 0.16), row(16, 1.0, 0.15, 0.32)]      # 0.155: within a tenth of the least, 0.15
+    size, over = focal.valley(rows)
+    assert size == 4 and over.keys() == {4, 16} and over[16]["values"] == pytest.approx([1, 2])
 
 
 # -- the maze ----------------------------------------------------------------------------------------
