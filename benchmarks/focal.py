@@ -12,9 +12,11 @@ answers among its N rollouts. Four parts:
     categorical   128,000 answers, 10,000 right (benchmarks/categorical.py): the mass that right answers retain, over
                   N and gamma; ratio valley_gamma1_over_gamma0 at the N where gamma = 0 retains least
     maze          one right answer (benchmarks/maze.py), far smaller than the paper's: 9 x 9 squares instead of
-                  17 x 17, a GRU of 0.1M parameters instead of a decoder of 3M
+                  17 x 17, a GRU of 0.1M parameters instead of a decoder of 3M. Beside gamma 0.5 and 1 stands the
+                  control for gamma 0.5: gamma 0 at the multiplier's learning rate. gamma 1 has no such control
 
-Standard errors are over seeds, and differences are paired by seed. Exit code 1 if a closed form is refuted.
+Some 15 minutes on one core: 5 the simulation, 10 the maze. Standard errors are over seeds, and three seeds make rough
+ones; differences are paired by seed. Exit code 1 if a closed form is refuted.
 """
 
 import argparse
