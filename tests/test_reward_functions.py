@@ -191,7 +191,7 @@ def test_the_style_can_be_named(load):
 
 
 @pytest.mark.parametrize("source, function, says", [
-    ("def f(): pass", "", "has neither compute_score nor reward_func; its functions: f"),
+    ("def f(): pass", "", "has neither compute_score nor reward_func, which are taken if none is named: write "),
     ("def f(): pass", "g", "has no function 'g'; its functions: f"),
     ("import no_such", "f", "No module named 'no_such'"), ("1 +", "f", "SyntaxError"),
     ("import sys; sys.exit(3)", "f", "its process ended with exit code 3"),
