@@ -25,7 +25,7 @@ from essa_mpi.evolve import evolve
 from essa_mpi.rows import Rows
 from essa_mpi.search import make_search
 from essa_mpi.tasks import Row, Task
-from essa_mpi.world import (HEADER, TILE_WORDS, Agreed, ArmScore, Busy, DigestError, Tile, TileScore, World,
+from essa_mpi.world import (HEADER, TILE_WORDS, Agreed, ArmScore, Busy, DigestError, Tile, TileScore, World, all_shares,
                             _ranges, share, to_fixed)
 
 # Populations and batches that no number of ranks divides, arms of other lengths, fewer cells than ranks, none.
@@ -147,6 +147,14 @@ class _HandedIn(Exception):
 def seat_of(mpi, size):
     return seating.Seat(mpi, "an MPI", [f"node{r // 2}" for r in range(size)], [f"cpu{r % 2}" for r in range(size)],
                         0, 1, [0], [])
+
+
+def test_all_shares_are_each_ranks_share():
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = draw.integers(0, 6, draw.integers(0, 8)).tolist()
+        for size in (1, 2, 3, 7, 40):
+            assert all_shares(lengths, size) == [share(lengths, rank, size) for rank in range(size)]
 
 
 def exchange_on(size, lengths, rewards, digests=None, rank=0):
