@@ -1,0 +1,379 @@
+"""`python -m essa_mpi plan`: how long a generation takes on how many GPUs, where that ends, and why.
+
+The formulas are in `latency`; here are the user's model, what was measured, the terms of a generation, and the
+table. What plan does not know it leaves out and says so; nothing is guessed from the name of a model or GPU.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import config as configuration
+from .config import Config, UserError
+from .files import refusals, write_json
+from .latency import (WORD, Network, allgather_seconds, allreduce_paper, best_theta, boundaries, essa_seconds, exchange_bytes,
+                      gradient_seconds, greatest_of, samples_below_which_essa_is_faster, tiles_of)
+from .spectrum import searched_values
+
+STOPPED = 0.5           # efficiency below which it has stopped scaling
+STRAGGLING = 0.04       # where no run of two ranks says: GPUs of one kind vary by 8 % (arXiv 2208.11035), two such deviations
+KEYS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+# -- what is known of the model and the machine ------------------------------------------------------
+
+@dataclass(frozen=True)
+class Model:
+    """A dense Llama- or Qwen-style decoder. Sizes in elements; weight_bytes as the engine reads them."""
+
+    parameters: int
+    weight_bytes: int
+    layers: int
+    hidden: int
+    attention: int      # heads x head size: what o_proj reads
+    key_values: int     # key-value heads x head size
+    vocabulary: int = 0
+
+    @classmethod
+    def of(cls, table: dict, weight_bytes: int = 0) -> "Model":
+        """From a config.json. weight_bytes 0: two (float32: four) bytes a parameter. Raises UserError if it is another kind."""
+        if missing := [key for key in KEYS if not isinstance(table.get(key), int)]:
+            raise UserError(f"config.json: {missing[0]} is missing; plan knows dense Llama- and Qwen-style models")
+        if any(table.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise UserError(f"config.json: model_type = {table.get('model_type')!r} has experts; plan knows dense Llama- and "
+                            f"Qwen-style models")
+        h, layers, inner, heads, vocabulary = (table[key] for key in KEYS)
+        size = table.get("head_dim") or h // heads
+        q, kv = heads * size, (table.get("num_key_value_heads") or heads) * size
+        kind = table.get("model_type")
+        bias = q + 2 * kv if kind == "qwen2" or table.get("attention_bias") else 0
+        norms = 2 * h + (2 * size if kind == "qwen3" else 0)
+        parameters = (layers * (h * (q + 2 * kv) + q * h + 3 * h * inner + bias + norms) + h
+                      + h * vocabulary * (1 if table.get("tie_word_embeddings") else 2))
+        each = 4 if "float32" in (table.get("dtype"), table.get("torch_dtype")) else 2
+        return cls(parameters, weight_bytes or each * parameters, layers, h, q, kv, vocabulary)
+
+    @classmethod
+    def read(cls, folder) -> "Model":
+        """From a Hugging Face model folder; the weights' size from its files. Raises UserError."""
+        path = Path(folder) / "config.json"
+        with refusals(path, "read"):
+            text = path.read_text()
+            size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        try:
+            table = json.loads(text)
+            if not isinstance(table, dict):
+                raise ValueError
+            return cls.of(table, size)
+        except ValueError:
+            raise UserError(f"{path} is not a JSON object; needs the config.json of a Hugging Face model") from None
+        except UserError as error:
+            raise UserError(f"model {folder}: {error}") from None
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of LoRA factors A (r x n) and B (m x r) on q, k, v and o of all layers."""
+        return self.layers * rank * (2 * (self.hidden + self.attention) + 2 * (self.hidden + self.key_values))
+
+    def dimension(self, rank: int, alpha: float = 1.0) -> int:
+        """D: layers x 4 projections x 2 factors x floor(alpha r) (paper, section 3)."""
+        return self.layers * 8 * searched_values(alpha, rank)
+
+    @property
+    def cache_bytes_a_token(self) -> int:
+        """Keys and values of one token, two bytes each."""
+        return 2 * 2 * self.layers * self.key_values
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run or the user says; seconds. None: not known, and left out."""
+
+    token: float                    # of one engine, a generated token, prompts and scoring included, under the run's load
+    tokens: float                   # of an answer, on average
+    step: float | None = None       # the shortest decode step, with one sequence
+    train: float | None = None      # of one trainer, a rollout's token, forward and backward
+    update: float | None = None     # of the search
+    place: float = 0.0              # a candidate
+    straggling: float | None = None  # deviation of a rank's time for the same work, as a share of it
+    source: str = "options"
+    notes: tuple[str, ...] = ()
+
+
+def read_run(path) -> Measured:
+    """From the history of runs/<name>: an evolution's or a gradient method's; its first generation is warm-up.
+
+    Raises UserError if there is none or it generated nothing.
+    """
+    from .runfile import RunFolder, read_history
+    folder = RunFolder.open(path)
+    if not folder.history.exists():
+        raise UserError(f"{path}: no generation finished yet; give a run with a history.h5")
+    history, attributes = read_history(folder.history)
+    run = configuration.load(folder.config)
+    gradient = "method" in attributes
+    skip = 1 if len(history["generation"]) > 1 else 0
+    part = {name: values[skip:] for name, values in history.items()}
+    ranks, tokens = int(attributes.get("ranks", 1)), float(part["tokens"].sum())
+    busy = float((part["times/generate"] + part["times/score"]).sum())
+    if tokens <= 0 or busy <= 0:
+        raise UserError(f"{path}: no tokens were generated in it; give a run with an engine")
+    samples = _completions(folder.metrics, skip)
+    notes = [] if skip else ["one generation only: its warm-up is in the times"]
+    if not samples:
+        rows = run.batch * (run.group if gradient else run.population * run.samples)
+        samples, notes = rows * len(part["tokens"]), notes + ["metrics.jsonl does not say how many completions: taken from the config"]
+    load = samples / len(part["tokens"]) / ranks
+    notes.append(f"measured with {load:.0f} answers a rank, at most {run.max_num_seqs} at once")
+    wait = float(part["times/wait"].sum())
+    return Measured(
+        token=busy * ranks / tokens, tokens=tokens / samples,
+        train=float(part["times/train"].sum()) * ranks / tokens if gradient else None,
+        update=None if gradient else float(part["times/update"].mean()),
+        place=0.0 if gradient else float(part["times/place"].mean()) * ranks / run.population,
+        straggling=wait / busy / greatest_of(ranks) if ranks > 1 else None,
+        source=f"{path} ({run.model}, {ranks} rank{'s' * (ranks > 1)} of {run.tensor_parallel} GPU{'s' * (run.tensor_parallel > 1)} "
+               f"or cores each)", notes=tuple(notes))
+
+
+def _completions(metrics: Path, skip: int) -> int:
+    """Of all generations in metrics.jsonl but the first `skip`; 0 if it does not say."""
+    try:
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return sum(line["completions"] for line in lines if line["generation"] >= skip)
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
+
+
+# -- a generation ------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the table is made of. GPUs an engine: config.tensor_parallel."""
+
+    config: Config
+    model: Model
+    rank: int               # of the adapter
+    measured: Measured
+    network: Network = Network()
+    train_gpus: int = 1     # GPUs a trainer, m_fb
+    train_assumed: bool = False
+
+    @property
+    def dimension(self) -> int:
+        return self.model.dimension(self.rank, self.config.alpha)
+
+
+WHY = {     # a term of a generation but the work, and what it means that it is the largest
+    "rounding": "a rank's share is a whole number of answers",
+    "longest answer": "the weights are read once a token of the longest answer, for however few answers a rank has",
+    "stragglers": "the slowest of the ranks ends the generation",
+    "place": "candidates are placed one after another",
+    "all-gather": "messages between the ranks",
+    "update": "every rank makes the whole update of the search",
+}
+
+
+def generation(plan: Plan, gpus: int, population: int | None = None) -> dict:
+    """Seconds of a generation on `gpus` GPUs, as terms that add up to "seconds"; ranks, and bytes a rank sends.
+
+    work: N B m eta / G of appendix B. longest answer: what is missing to max_tokens decode steps, 0 where a step's
+    least time is not known. The others: see WHY. population None: the config's.
+    """
+    config, measured = plan.config, plan.measured
+    population = config.population if population is None else population
+    ranks = gpus // config.tensor_parallel
+    batch = config.batch * config.samples
+    cells = population * batch / ranks
+    answer = measured.tokens * measured.token
+    busy = math.ceil(cells) * answer
+    decoding = max(busy, config.max_tokens * (measured.step or 0.0))
+    candidates = int(tiles_of(boundaries(ranks, population, batch), batch).max())
+    straggling = STRAGGLING if measured.straggling is None else measured.straggling
+    nbytes = exchange_bytes(ranks, population, batch)
+    terms = {"work": cells * answer, "rounding": busy - cells * answer, "longest answer": decoding - busy,
+             "stragglers": decoding * straggling * greatest_of(ranks), "place": candidates * measured.place,
+             "all-gather": allgather_seconds(ranks, nbytes, plan.network), "update": measured.update or 0.0}
+    return {"gpus": gpus, "ranks": ranks, "seconds": sum(terms.values()), "terms": terms, "bytes_sent_a_rank": nbytes,
+            "appendix_b_seconds": essa_seconds(population, batch, gpus, config.tensor_parallel, answer, plan.network.bandwidth),
+            "appendix_b_bytes_a_candidate": WORD, "limit": max(WHY, key=terms.get),
+            "answers_a_rank": cells, "candidates_a_rank": candidates, "ranks_a_candidate": ranks / population}
+
+
+def step(plan: Plan, gpus: int, nbytes: float) -> dict:
+    """Seconds of a step of `grpo` on `gpus` GPUs with an all-reduce of nbytes (appendix B, best theta), as terms."""
+    config, measured = plan.config, plan.measured
+    rollouts = config.batch * config.group
+    eta_gen, eta_fb = measured.tokens * measured.token, measured.tokens * measured.train
+    bare = gradient_seconds(rollouts, gpus, plan.train_gpus, eta_fb, config.tensor_parallel, eta_gen, 0, plan.network.bandwidth)
+    floor = max(0.0, config.max_tokens * (measured.step or 0.0) - bare)
+    terms = {"work": bare, "longest answer": floor, "all-reduce": allreduce_paper(gpus, nbytes, plan.network.bandwidth)}
+    return {"seconds": sum(terms.values()), "terms": terms, "bytes": nbytes,
+            "bytes_sent_a_gpu": 2 * nbytes * (gpus - 1) / gpus,
+            "theta": best_theta(plan.train_gpus, eta_fb, config.tensor_parallel, eta_gen)}
+
+
+def efficiency(first: dict, other: dict) -> float:
+    """Of `other` against `first`: (T G of the first) / (T G)."""
+    return first["seconds"] * first["gpus"] / (other["seconds"] * other["gpus"])
+
+
+def stops(plan: Plan, first: int) -> dict:
+    """The first GPU count, doubling from `first`, with an efficiency below STOPPED, and the term that is then largest."""
+    begin = generation(plan, first)
+    gpus = 2 * first
+    while efficiency(begin, now := generation(plan, gpus)) >= STOPPED:
+        gpus *= 2       # ends: the work halves, and a rank with less than one answer has to round
+    return {"gpus": gpus, "last_good": gpus // 2, "efficiency": efficiency(begin, now), "limit": now["limit"],
+            "why": WHY[now["limit"]]}
+
+
+def what_pays(plan: Plan, gpus: int) -> dict:
+    """Twice the ranks for the same population, or twice the population on the same ranks?
+
+    faster: by which factor twice the ranks shorten a generation. dearer: by which factor twice the population
+    lengthens one. free_population: what fits beside the longest answer, where a decode step's least time is known.
+    """
+    config, measured = plan.config, plan.measured
+    now = generation(plan, gpus)
+    faster = now["seconds"] / generation(plan, 2 * gpus)["seconds"]
+    dearer = generation(plan, gpus, 2 * config.population)["seconds"] / now["seconds"]
+    free = None
+    if measured.step:
+        answers = config.max_tokens * measured.step / (measured.tokens * measured.token)
+        free = int(answers * now["ranks"] / (config.batch * config.samples))
+    pays = "more ranks" if faster >= 1.6 else "more candidates" if dearer <= 1.25 else "neither"
+    return {"pays": pays, "faster_with_twice_the_ranks": faster, "dearer_with_twice_the_population": dearer,
+            "free_population": free}
+
+
+def study(plan: Plan, gpus: list[int]) -> dict:
+    """All that `plan` says, as plain data."""
+    config, measured = plan.config, plan.measured
+    adapter, full = 4 * plan.model.adapter_parameters(plan.rank), 2 * plan.model.parameters
+    rows = []
+    for count in gpus:
+        row = generation(plan, count)
+        row["efficiency"] = efficiency(rows[0], row) if rows else 1.0
+        row.update(what_pays(plan, count))
+        if measured.train is not None:
+            row["grpo"] = {"adapter": step(plan, count, adapter), "full": step(plan, count, full)}
+            for kind, found in row["grpo"].items():
+                start = rows[0]["grpo"][kind]["seconds"] * gpus[0] if rows else found["seconds"] * count
+                found["efficiency"] = start / (found["seconds"] * count)
+            eta = measured.tokens * measured.train, config.tensor_parallel, measured.tokens * measured.token
+            row["theorem_b2"] = dict(zip(("samples", "as_printed"), samples_below_which_essa_is_faster(
+                config.batch * config.group, count, plan.train_gpus, *eta, full, plan.network.bandwidth)))
+        rows.append(row)
+    return {"model": {**vars(plan.model), "adapter_rank": plan.rank, "adapter_parameters": plan.model.adapter_parameters(plan.rank),
+                      "dimension": plan.dimension},
+            "population": config.population, "batch": config.batch, "rollouts": config.batch * config.group,
+            "gpus_an_engine": config.tensor_parallel, "measured": {**vars(measured), "notes": list(measured.notes)},
+            "network": vars(plan.network), "said": unknown(plan), "rows": rows, "stops": stops(plan, gpus[0])}
+
+
+def unknown(plan: Plan) -> list[str]:
+    """What was left out or assumed."""
+    measured, found = plan.measured, list(plan.measured.notes)
+    if measured.step is None:
+        found.append("a decode step's least time is not known, so small shares look better than they are: give "
+                     "--step-seconds or --memory-bandwidth")
+    elif measured.step >= measured.token * 0.999 and measured.source != "options":
+        found.append("a decode step of one answer is given as longer than the run's mean step a token: the run was not full "
+                     "or the floor is too high" if measured.step < measured.token else "")
+    if measured.straggling is None:
+        found.append(f"stragglers: a rank's time is taken to vary by {STRAGGLING:.0%} (GPUs of one kind vary by 8 %: arXiv "
+                     f"2208.11035); give --straggling")
+    if measured.update is None:
+        found.append("the search's update is left out: give --update-seconds or --run")
+    if plan.train_assumed:
+        found.append("grpo's training was not measured: a token is taken to cost 3 times a generated one (6 operations a "
+                     "parameter against 2); give --train-token-seconds, or --run of a grpo run")
+    return [line for line in found if line]
+
+
+# -- the command ---------------------------------------------------------------------------------------
+
+def make_plan(config: Config, options) -> Plan:
+    """The plan for a config and the command's options (see `cli`). Raises UserError."""
+    model, rank = Model.read(config.model), adapter_rank(config)
+    if options.run:
+        measured = read_run(options.run)
+    elif options.token_seconds is None:
+        raise UserError("plan: nothing is measured; give --run runs/<name>, or --token-seconds and --tokens")
+    elif options.tokens is None:
+        raise UserError("plan: --tokens is missing: the tokens of an answer, on average")
+    else:
+        measured = Measured(options.token_seconds, options.tokens)
+    if options.run and (ran := configuration.load(Path(options.run) / "config.toml")).model != config.model:
+        measured = replace(measured, notes=measured.notes + (
+            f"measured with {ran.model}, planned for {config.model}: the times are another model's",))
+    given = {"token": options.token_seconds, "tokens": options.tokens, "step": options.step_seconds,
+             "train": options.train_token_seconds, "update": options.update_seconds, "straggling": options.straggling}
+    measured = replace(measured, **{key: value for key, value in given.items() if value is not None})
+    if measured.step is None and options.memory_bandwidth:
+        measured = replace(measured, step=model.weight_bytes / (config.tensor_parallel * options.memory_bandwidth * 1e9))
+    if measured.tokens > config.max_tokens:
+        raise UserError(f"plan: an answer of {measured.tokens:.0f} tokens on average; max_tokens = {config.max_tokens} is the "
+                        f"config's: raise it, or give --tokens")
+    assumed = measured.train is None
+    if assumed:
+        measured = replace(measured, train=3 * measured.token)
+    return Plan(config, model, rank, measured, Network(options.latency * 1e-6, options.bandwidth * 1e9),
+                options.train_gpus or config.tensor_parallel, assumed)
+
+
+def adapter_rank(config: Config) -> int:
+    """Of the adapter on the disk, or else the one that `sft` would make."""
+    try:
+        return int(json.loads((Path(config.adapter) / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return config.rank
+
+
+def table(found: dict) -> str:
+    """The study in words and numbers."""
+    model, measured = found["model"], found["measured"]
+    lines = [f"{model['parameters'] / 1e9:.3g} G parameters, {model['weight_bytes'] / 1e9:.3g} GB, {model['layers']} layers; "
+             f"adapter of rank {model['adapter_rank']}: {model['adapter_parameters'] / 1e6:.3g} M parameters, D = {model['dimension']}",
+             f"population {found['population']} x batch {found['batch']}; {found['gpus_an_engine']} GPU"
+             f"{'s' * (found['gpus_an_engine'] > 1)} an engine; {measured['token'] * 1e3:.3g} ms a token, {measured['tokens']:.0f} "
+             f"tokens an answer, from {measured['source']}", "",
+             "ESSA, a generation", f"{'GPUs':>7} {'ranks':>7} {'minutes':>9} {'efficiency':>10} {'answers':>9} {'candidates':>10} "
+             f"{'ranks a':>9} {'bytes a':>8}  beyond the work mostly   what pays",
+             f"{'':>7} {'':>7} {'':>9} {'':>10} {'a rank':>9} {'a rank':>10} {'candidate':>9} {'rank':>8}"]
+    for row in found["rows"]:
+        free = f" (to {row['free_population']} at no cost)" if row["pays"] == "more candidates" and row["free_population"] else ""
+        lines.append(f"{row['gpus']:>7} {row['ranks']:>7} {_minutes(row['seconds'])} {row['efficiency']:>10.2f} "
+                     f"{row['answers_a_rank']:>9.1f} {row['candidates_a_rank']:>10} {row['ranks_a_candidate']:>9.2f} "
+                     f"{row['bytes_sent_a_rank']:>8}  {row['limit']:<15}{row['terms'][row['limit']] / row['seconds']:>5.0%} of all   "
+                     f"{row['pays']}{free}")
+    end = found["stops"]
+    lines += ["", f"it scales to {end['last_good']} GPUs; on {end['gpus']} the efficiency is {end['efficiency']:.2f}, for the "
+              f"{end['limit']}: {end['why']}"]
+    if "grpo" in found["rows"][0]:
+        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts; ESSA's generation is shorter below so many answers",
+                  f"{'':>7} {'adapter':>9} {'':>10} {'':>10} {'full weights':>13} {'':>10} {'':>10} {'answers, by':>13} {'by theorem':>11}",
+                  f"{'GPUs':>7} {'minutes':>9} {'efficiency':>10} {'all-reduce':>10} {'minutes':>13} {'efficiency':>10} {'all-reduce':>10} "
+                  f"{'its formulas':>13} {'B.2':>11}"]
+        for row in found["rows"]:
+            cells = [f"{_minutes(s['seconds'], width)} {s['efficiency']:>10.2f} {s['terms']['all-reduce'] / s['seconds']:>10.1%}"
+                     for s, width in ((row["grpo"]["adapter"], 9), (row["grpo"]["full"], 13))]
+            lines.append(f"{row['gpus']:>7} {' '.join(cells)} {row['theorem_b2']['samples']:>13.0f} {row['theorem_b2']['as_printed']:>11.0f}")
+    return "\n".join(lines + [""] + [f"- {line}" for line in found["said"]])
+
+
+def _minutes(seconds: float, width: int = 9) -> str:
+    return f"{seconds / 60:>{width}.3g}"
+
+
+def plan(options) -> None:
+    """The command. Raises UserError."""
+    config = configuration.load(options.config, options.overrides)
+    few = [gpus for gpus in options.gpus if gpus % config.tensor_parallel]
+    if few:
+        raise UserError(f"plan: --gpus {few[0]}: an engine takes tensor_parallel = {config.tensor_parallel} GPUs; give multiples of it")
+    found = study(make_plan(config, options), options.gpus)
+    if options.json:
+        write_json(options.json, found)
+    print(table(found))
