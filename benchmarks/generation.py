@@ -178,13 +178,12 @@ def _busy(setting: Setting, way: Way, rng) -> tuple[np.ndarray, np.ndarray, np.n
         flat = setting.lengths(rng, rows, population).T.ravel()
         return *_engines(setting, engine, flat, cells), cells
     busy, work = np.zeros(way.ranks), np.zeros(way.ranks)
-    # In chunks that end where a rank's share does, each with the candidates it touches.
+    # In chunks that end where a rank's share does, each with the candidates it touches; the one that two chunks
+    # share is drawn anew, so its answers on both are independent but for their rows.
     starts = np.searchsorted(cells, np.arange(0, cells[-1] + CHUNK, CHUNK)).clip(0, way.ranks)
     for a, b in zip(starts[:-1], starts[1:]):
         if a < b and cells[a] < cells[b]:
             first, last = cells[a] // batch, -(-cells[b] // batch)
-            if cells[a] % batch and a:      # a candidate cut by a chunk is drawn again: independent of its other part
-                pass
             flat = setting.lengths(rng, rows, int(last - first)).ravel()
             busy[a:b], work[a:b] = _engines(setting, engine, flat, cells[a:b + 1] - first * batch)
     return busy, work, cells
@@ -193,6 +192,11 @@ def _busy(setting: Setting, way: Way, rng) -> tuple[np.ndarray, np.ndarray, np.n
 def _engines(setting, engine: Engine, flat: np.ndarray, cells: np.ndarray):
     """(busy, arithmetic) seconds of the ranks whose answers are flat[cells[r]:cells[r + 1]]."""
     counts = np.diff(cells)
+    if not counts.all():            # ranks with nothing to do
+        has = np.flatnonzero(counts)
+        busy, work = np.zeros(len(counts)), np.zeros(len(counts))
+        busy[has], work[has] = _engines(setting, engine, flat, np.append(cells[has], cells[-1]))
+        return busy, work
     width = int(counts.max(initial=1))
     at = cells[:-1, None] + np.arange(width)
     lengths = np.where(np.arange(width) < counts[:, None], flat[np.minimum(at, len(flat) - 1)], 0)

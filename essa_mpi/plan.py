@@ -17,6 +17,7 @@ from .latency import (WORD, Network, allgather_seconds, allreduce_paper, best_th
 from .spectrum import searched_values
 
 STOPPED = 0.5           # efficiency below which it has stopped scaling
+CHEAP = 1.1             # by how much a larger population may lengthen a generation to count as nearly free
 STRAGGLING = 0.04       # where no run of two ranks says: GPUs of one kind vary by 8 % (arXiv 2208.11035), two such deviations
 KEYS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
 
@@ -96,6 +97,7 @@ class Measured:
     update: float | None = None     # of the search
     place: float = 0.0              # a candidate
     straggling: float | None = None  # deviation of a rank's time for the same work, as a share of it
+    load: float | None = None       # answers a rank had at once, at most
     source: str = "options"
     notes: tuple[str, ...] = ()
 
@@ -131,7 +133,7 @@ def read_run(path) -> Measured:
         train=float(part["times/train"].sum()) * ranks / tokens if gradient else None,
         update=None if gradient else float(part["times/update"].mean()),
         place=0.0 if gradient else float(part["times/place"].mean()) * ranks / run.population,
-        straggling=wait / busy / greatest_of(ranks) if ranks > 1 else None,
+        straggling=wait / busy / greatest_of(ranks) if ranks > 1 else None, load=min(load, run.max_num_seqs),
         source=f"{path} ({run.model}, {ranks} rank{'s' * (ranks > 1)} of {run.tensor_parallel} GPU{'s' * (run.tensor_parallel > 1)} "
                f"or cores each)", notes=tuple(notes))
 
@@ -232,19 +234,16 @@ def what_pays(plan: Plan, gpus: int) -> dict:
     """Twice the ranks for the same population, or twice the population on the same ranks?
 
     faster: by which factor twice the ranks shorten a generation. dearer: by which factor twice the population
-    lengthens one. free_population: what fits beside the longest answer, where a decode step's least time is known.
+    lengthens one. cheap_population: the largest, doubling, that makes it at most a tenth longer.
     """
-    config, measured = plan.config, plan.measured
-    now = generation(plan, gpus)
+    now, population = generation(plan, gpus), plan.config.population
     faster = now["seconds"] / generation(plan, 2 * gpus)["seconds"]
-    dearer = generation(plan, gpus, 2 * config.population)["seconds"] / now["seconds"]
-    free = None
-    if measured.step:
-        answers = config.max_tokens * measured.step / (measured.tokens * measured.token)
-        free = int(answers * now["ranks"] / (config.batch * config.samples))
-    pays = "more ranks" if faster >= 1.6 else "more candidates" if dearer <= 1.25 else "neither"
+    dearer = generation(plan, gpus, 2 * population)["seconds"] / now["seconds"]
+    while population < 10**6 and generation(plan, gpus, 2 * population)["seconds"] <= CHEAP * now["seconds"]:
+        population *= 2
+    pays = "more ranks" if faster >= 1.5 else "more candidates" if dearer <= 1.25 else "neither"
     return {"pays": pays, "faster_with_twice_the_ranks": faster, "dearer_with_twice_the_population": dearer,
-            "free_population": free}
+            "cheap_population": population}
 
 
 def study(plan: Plan, gpus: list[int]) -> dict:
@@ -278,18 +277,23 @@ def unknown(plan: Plan) -> list[str]:
     if measured.step is None:
         found.append("a decode step's least time is not known, so small shares look better than they are: give "
                      "--step-seconds or --memory-bandwidth")
-    elif measured.step >= measured.token * 0.999 and measured.source != "options":
-        found.append("a decode step of one answer is given as longer than the run's mean step a token: the run was not full "
-                     "or the floor is too high" if measured.step < measured.token else "")
+    else:
+        full = measured.step / measured.token
+        found.append(f"a decode step of {measured.step * 1e3:.3g} ms is full from {full:.0f} answers at once"
+                     + (f", which the run never had: a rank with more than its {measured.load:.0f} is faster than said here"
+                        if measured.load and full > measured.load else ""))
     if measured.straggling is None:
         found.append(f"stragglers: a rank's time is taken to vary by {STRAGGLING:.0%} (GPUs of one kind vary by 8 %: arXiv "
                      f"2208.11035); give --straggling")
+    elif plan.measured.source != "options":
+        found.append(f"stragglers: from the run's waits, uneven answers among them: {measured.straggling:.1%} of a rank's time, "
+                     f"taken to grow with the ranks as the greatest of so many normal numbers does")
     if measured.update is None:
         found.append("the search's update is left out: give --update-seconds or --run")
     if plan.train_assumed:
         found.append("grpo's training was not measured: a token is taken to cost 3 times a generated one (6 operations a "
                      "parameter against 2); give --train-token-seconds, or --run of a grpo run")
-    return [line for line in found if line]
+    return found
 
 
 # -- the command ---------------------------------------------------------------------------------------
@@ -343,11 +347,11 @@ def table(found: dict) -> str:
              f"{'ranks a':>9} {'bytes a':>8}  beyond the work mostly   what pays",
              f"{'':>7} {'':>7} {'':>9} {'':>10} {'a rank':>9} {'a rank':>10} {'candidate':>9} {'rank':>8}"]
     for row in found["rows"]:
-        free = f" (to {row['free_population']} at no cost)" if row["pays"] == "more candidates" and row["free_population"] else ""
+        more = f" (up to {row['cheap_population']})" if row["cheap_population"] > found["population"] else ""
         lines.append(f"{row['gpus']:>7} {row['ranks']:>7} {_minutes(row['seconds'])} {row['efficiency']:>10.2f} "
                      f"{row['answers_a_rank']:>9.1f} {row['candidates_a_rank']:>10} {row['ranks_a_candidate']:>9.2f} "
                      f"{row['bytes_sent_a_rank']:>8}  {row['limit']:<15}{row['terms'][row['limit']] / row['seconds']:>5.0%} of all   "
-                     f"{row['pays']}{free}")
+                     f"{row['pays']}{more}")
     end = found["stops"]
     lines += ["", f"it scales to {end['last_good']} GPUs; on {end['gpus']} the efficiency is {end['efficiency']:.2f}, for the "
               f"{end['limit']}: {end['why']}"]

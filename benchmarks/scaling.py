@@ -1,0 +1,354 @@
+"""How far does a generation scale? Simulated to 100,000 ranks, under two models of what an engine costs.
+
+    python -m benchmarks.scaling [--json FILE] [--quick] [--generations 10]
+
+The paper's Fig. 3 (arXiv 2507.04453): Qwen2.5-32B, population 128, batch 256, efficiency relative to 16 GPUs.
+
+    (a) constant   appendix B: every sample costs the same seconds, wherever and beside whatever it is generated
+    (b) engine     continuous batching: a decode step costs max(weights read, tokens x arithmetic), slots are
+                   limited, answers are long-tailed; so small tiles do not fill a step and the longest answer rules
+
+each with tiles of candidates x rows as the program cuts them and without (a candidate stays on one rank), and with
+stragglers, the one all-gather and the search's update. Under (b) also the best split into candidates, rows and
+tensor parallelism, what larger populations cost, what the assumptions are worth (`sensitivity`), and weak scaling: a
+candidate a rank. Collectives by the alpha-beta model: the all-gather by recursive doubling, Bruck and a ring, beside
+GRPO's all-reduce, of adapters (float32) and of full weights (bfloat16). And the model against the paper's numbers.
+
+What is assumed is printed and in the file. The update's seconds are those of benchmarks/results/search.json. A plot is
+written beside FILE. Two minutes on one core; --quick in seconds, coarser.
+
+--measured is the place for strong and weak scaling over real ranks with a scorer that sleeps: see `measured`.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from essa_mpi.config import UserError
+from essa_mpi.latency import allgather_seconds, allreduce_paper, allreduce_seconds, essa_seconds, exchange_bytes
+from essa_mpi.search import choose
+from essa_mpi.world import share
+
+from . import record
+from .generation import Setting, Way, assumed, qwen, sample_seconds, scaled, simulate
+
+BASE = 16                               # GPUs that efficiency is relative to, as in Fig. 3
+STRONG = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 100_000)
+WEAK = (16, 128, 512, 4096, 32768, 100_000)
+SPLITS = (1, 2, 4, 8)                   # GPUs an engine, within a node of 8
+RANKS = (128, 512, 1024, 4096, 16384, 65536, 100_000)
+# Fig. 3 as far as the paper says it in words: minutes to 0.835 on so many GPUs; "under 20".
+PAPER = {"ESSA": {16: 200.0, 128: 20.0}, "GRPO": {16: 400.0, 128: 150.0}}
+
+
+def update_seconds(setting: Setting) -> float | None:
+    """Of ask + tell of the search that `auto` takes, as benchmarks.search measured it; None: not for this D."""
+    kind = choose(dimension := qwen(setting.size).dimension(setting.rank))[0]
+    file = Path(__file__).parent / "results/search.json"
+    try:
+        rows = json.loads(file.read_text())["rows"]
+        return next(row["seconds"] for row in rows
+                    if (row["arm"], row["dimension"], row["population"]) == (kind, dimension, setting.population))
+    except (OSError, ValueError, LookupError, StopIteration):
+        return None
+
+
+def described(setting: Setting, way: Way, found: dict, scaling: str, **more) -> dict:
+    ranks, cells = way.ranks, setting.population * setting.batch
+    return {"scaling": scaling, **asdict(way), "ranks": ranks, "population": setting.population,
+            "answers_a_rank": cells / ranks, "ranks_a_candidate": ranks / setting.population, **found, **more}
+
+
+def strong(setting: Setting, gpus, generations: int, seed: int) -> list[dict]:
+    """The same population on more GPUs: both costs, with and without tiles."""
+    rows = []
+    for cost in ("constant", "engine"):
+        for tiles in (True, False):
+            first = None
+            for count in gpus:
+                found = simulate(setting, way := Way(count, cost, tiles), generations, seed)
+                first = first or found["seconds"] * count
+                rows.append(described(setting, way, found, "strong", efficiency=first / (found["seconds"] * count)))
+    return rows
+
+
+def best_splits(setting: Setting, gpus, generations: int, seed: int) -> list[dict]:
+    """Under (b): of tensor parallelism 1 to 8, and rows or candidates first, what is fastest on so many GPUs.
+
+    The efficiency is against the best split of the fewest GPUs, so it is harder than that of a poor beginning.
+    """
+    rows, first = [], None
+    for count in gpus:
+        tried = []
+        for parallel in SPLITS:
+            for rows_first in (False, True):
+                way = Way(count, "engine", True, parallel, rows_first)
+                if way.ranks:
+                    tried.append(described(setting, way, simulate(setting, way, generations, seed), "split"))
+        best = min(tried, key=lambda row: row["seconds"])
+        first = first or best["seconds"] * count
+        rows.append({**best, "scaling": "best split", "efficiency": first / (best["seconds"] * count),
+                     "tried": [{key: row[key] for key in ("tensor_parallel", "rows_first", "seconds", "limit")} for row in tried]})
+    return rows
+
+
+def weak(setting: Setting, ranks, generations: int, seed: int) -> list[dict]:
+    """A candidate a rank, as many candidates as ranks; the search's update is left as it is for the paper's population."""
+    rows = []
+    for cost in ("constant", "engine"):
+        first = None
+        for count in ranks:
+            grown = scaled(setting, count)
+            found = simulate(grown, way := Way(count, cost), min(generations, 2 if count > 10_000 else generations), seed)
+            first = first or found["seconds"]
+            rows.append(described(grown, way, found, "weak", efficiency=first / found["seconds"]))
+    return rows
+
+
+def populations(setting: Setting, gpus, generations: int, seed: int) -> list[dict]:
+    """Under (b), on the same GPUs: what 2, 4 and 8 times the candidates cost, against the paper's population."""
+    rows = []
+    for count in gpus:
+        for factor in (1, 2, 4, 8):
+            grown = scaled(setting, factor * setting.population)
+            found = simulate(grown, way := Way(count, "engine"), generations, seed)
+            base = found["seconds"] if factor == 1 else base
+            rows.append(described(grown, way, found, "population", longer=found["seconds"] / base))
+    return rows
+
+
+def sensitivity(setting: Setting, generations: int, seed: int) -> list[dict]:
+    """Efficiencies at 128 and 512 GPUs under other assumptions; they are what the headline rests on."""
+    cases = {"as assumed": {}, "no stragglers": {"straggling": 0.0}, "stragglers twice as large": {"straggling": 2 * setting.straggling},
+             "answers of one length": {"deviation": 1e-9}, "deviation of the logarithm 0.3": {"deviation": 0.3},
+             "deviation 0.9": {"deviation": 0.9}, "max_tokens 1024": {"longest": 1024}, "max_tokens 8192": {"longest": 8192},
+             "all of the length is the row's": {"row_share": 1.0}, "none of it": {"row_share": 0.0},
+             "512 slots": {"max_num_seqs": 512}, "64 slots": {"max_num_seqs": 64},
+             "no update": {"update": 0.0}}
+    rows = []
+    for name, changed in [*cases.items(), ("the cache is read too", {})]:
+        other, row = replace(setting, **changed), {"case": name}
+        for cost in ("constant", "engine"):
+            with_cache = name == "the cache is read too" and cost == "engine"
+            found = {count: simulate(other, Way(count, cost, with_cache=with_cache), generations, seed) for count in (BASE, 128, 512)}
+            for count in (128, 512):
+                row[f"{cost}_{count}"] = BASE * found[BASE]["seconds"] / (count * found[count]["seconds"])
+        rows.append(row)
+    return rows
+
+
+def collectives(setting: Setting, ranks) -> list[dict]:
+    """Seconds by the alpha-beta model. all-gather: of the paper's 8 bytes a candidate and of what the program sends."""
+    rows, network = [], setting.network
+    for count in ranks:
+        sent = exchange_bytes(count, setting.population, setting.batch)
+        paper = 8 * -(-setting.population // count)
+        row = {"ranks": count, "bytes_a_rank": sent, "paper_bytes_a_rank": paper, "bytes_received": sent * (count - 1)}
+        for algorithm in ("doubling", "bruck", "ring"):
+            seconds = allgather_seconds(count, sent, network, algorithm)
+            row[f"allgather_{algorithm}"] = None if seconds == float("inf") else seconds
+        row["allgather_paper_bruck"] = allgather_seconds(count, paper, network)
+        for size in ("7B", "32B", "72B"):
+            model = qwen(size)
+            for kind, nbytes in (("adapter", 4 * model.adapter_parameters(setting.rank)), ("full", 2 * model.parameters)):
+                row[f"allreduce_{size}_{kind}"] = allreduce_seconds(count, nbytes, network)
+                row[f"bytes_{size}_{kind}"] = nbytes
+        rows.append(row)
+    return rows
+
+
+def bookkeeping(setting: Setting, ranks) -> list[dict]:
+    """Measured here: seconds a rank spends on `world.share` of all ranks, which every all-gather needs to be read."""
+    rows, lengths = [], [setting.batch] * setting.population
+    for count in ranks:
+        some = range(0, count, max(1, count // 512))
+        began = time.process_time()
+        for rank in some:
+            share(lengths, rank, count)
+        rows.append({"ranks": count, "seconds": (time.process_time() - began) * count / len(some)})
+    return rows
+
+
+def against_paper(setting: Setting, rows: list[dict]) -> dict:
+    """The model beside Fig. 3. It is set to the paper at 16 GPUs, where nothing else says how many generations there were.
+
+    GRPO: two of its numbers, two unknowns: work / G + all-reduces 2 M (G - 1) / (G bw) times their number.
+    """
+    at = {cost: {row["gpus"]: row["seconds"] for row in rows if row["cost"] == cost and row["tiles"] and row["scaling"] == "strong"}
+          for cost in ("constant", "engine")}
+    essa, grpo = PAPER["ESSA"], PAPER["GRPO"]
+    eta = sample_seconds(setting)
+    bare = {count: essa_seconds(setting.population, setting.batch, count, 1, eta, setting.network.bandwidth) for count in (BASE, 128)}
+    model = {name: essa[BASE] * seconds[128] / seconds[BASE] for name, seconds in
+             (("appendix B alone", bare), ("(a) constant", at["constant"]), ("(b) engine", at["engine"]))}
+    found = {"essa": [{"model": name, "minutes_16": essa[BASE], "minutes_128": minutes, "paper_128": essa[128],
+                       "over_paper": minutes / essa[128]} for name, minutes in model.items()],
+             "generations_at_16": {cost: essa[BASE] * 60 / seconds[BASE] for cost, seconds in at.items()},
+             "paper_speedup_16_to_128": essa[BASE] / essa[128]}
+    adapter, full = 4 * qwen(setting.size).adapter_parameters(setting.rank), 2 * qwen(setting.size).parameters
+    one = {kind: {count: allreduce_paper(count, nbytes, setting.network.bandwidth) for count in (BASE, 128)}
+           for kind, nbytes in (("adapter", adapter), ("full", full))}
+    found["grpo"] = []
+    for kind, seconds in one.items():
+        # work / 16 + n s16 = T16 and work / 128 + n s128 = T128
+        number = 60 * (128 * grpo[128] - BASE * grpo[BASE]) / (128 * seconds[128] - BASE * seconds[BASE])
+        found["grpo"].append({
+            "all_reduce_of": kind, "bytes": {"adapter": adapter, "full": full}[kind], "seconds_an_all_reduce_128": seconds[128],
+            "minutes_128_without_all_reduce": grpo[BASE] * BASE / 128, "paper_128": grpo[128],
+            "all_reduces_that_would_explain_it": number, "minutes_in_them_128": number * seconds[128] / 60})
+    return found
+
+
+def measured(options) -> list[dict]:
+    """Strong and weak scaling over the ranks of this job, with a scorer that sleeps: rows as `strong` returns them.
+
+    Not written yet. What is to come here: under mpirun, for each number of ranks, generations with a scorer whose
+    time is drawn from a recorded distribution; the columns of `TERMS` from the exchanged times.
+    """
+    raise UserError("benchmarks.scaling: --measured is not there yet; without it everything is simulated")
+
+
+def plot(path: Path, rows: list[dict], gathers: list[dict], setting: Setting) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for cost, name in (("constant", "(a) constant seconds a sample"), ("engine", "(b) engine")):
+        for tiles, style in ((True, "-o"), (False, ":")):
+            line = [row for row in rows if (row["scaling"], row["cost"], row["tiles"]) == ("strong", cost, tiles)]
+            left.plot([row["gpus"] for row in line], [row["efficiency"] for row in line], style, ms=3,
+                      color={"constant": "C0", "engine": "C1"}[cost], label=name + ("" if tiles else ", candidates whole"))
+    line = [row for row in rows if row["scaling"] == "best split"]
+    left.plot([row["gpus"] for row in line], [row["efficiency"] for row in line], "-s", ms=3, color="C2", label="(b) best split")
+    left.set(xscale="log", xlabel="GPUs", ylabel=f"efficiency relative to {BASE} GPUs", ylim=(0, 1.05),
+             title=f"{setting.size}, population {setting.population} x batch {setting.batch}, simulated")
+    x = [row["ranks"] for row in gathers]
+    right.plot(x, [row["allgather_bruck"] for row in gathers], "-o", ms=3, label="all-gather, ESSA")
+    for size, color in (("7B", "C1"), ("32B", "C2"), ("72B", "C3")):
+        for kind, style in (("adapter", "--"), ("full", "-")):
+            right.plot(x, [row[f"allreduce_{size}_{kind}"] for row in gathers], style, color=color, label=f"all-reduce, {size} {kind}")
+    right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds", title="collectives, alpha-beta model")
+    for axes in (left, right):
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def study(setting: Setting, quick: bool, generations: int, seed: int) -> dict:
+    """Everything simulated, as plain data: "rows" and the tables beside them."""
+    gpus, splits = ((16, 128, 512), (16, 128, 512)) if quick else (STRONG, STRONG[:8])
+    rows = strong(setting, gpus, generations, seed)
+    rows += best_splits(setting, splits, generations, seed)
+    rows += weak(setting, (16, 128) if quick else WEAK, generations, seed)
+    rows += populations(setting, (512,) if quick else (128, 512, 2048), generations, seed)
+    return {"rows": rows, "sensitivity": [] if quick else sensitivity(setting, generations, seed),
+            "collectives": collectives(setting, RANKS), "bookkeeping": bookkeeping(setting, RANKS[:3] if quick else RANKS),
+            "paper": against_paper(setting, rows)}
+
+
+def ratios_of(rows: list[dict]) -> dict:
+    """The efficiencies that the benchmark is for."""
+    found = {}
+    for row in rows:
+        if row["gpus"] in (128, 512) and row["scaling"] in ("strong", "best split"):
+            name = f"efficiency_{row['gpus']}" + "_engine" * (row["cost"] == "engine") + "_without_tiles" * (not row["tiles"])
+            found[name + "_best_split" * (row["scaling"] == "best split")] = row["efficiency"]
+    return found
+
+
+def told(found: dict, setting: Setting) -> None:
+    """The tables, printed."""
+    rows = found["rows"]
+    for cost, name in (("constant", "(a) constant seconds a sample"), ("engine", "(b) an engine with continuous batching")):
+        print(f"\n{name}\n{'GPUs':>7} {'answers a rank':>14} {'seconds':>9} {'efficiency':>10} {'whole candidates':>16}   beyond the work mostly")
+        for row in (r for r in rows if r["scaling"] == "strong" and r["cost"] == cost and r["tiles"]):
+            whole = next(r for r in rows if (r["scaling"], r["cost"], r["tiles"], r["gpus"]) == ("strong", cost, False, row["gpus"]))
+            print(f"{row['gpus']:>7} {row['answers_a_rank']:>14.1f} {row['seconds']:>9.2f} {row['efficiency']:>10.3f} "
+                  f"{whole['efficiency']:>16.3f}   {row['limit']}, {row['terms'][row['limit']] / row['seconds']:.0%}")
+    print("\n(b) best split, of tensor parallelism 1 to 8 and rows or candidates first")
+    print(f"{'GPUs':>7} {'seconds':>9} {'efficiency':>10} {'GPUs an engine':>14} {'ranks':>6} {'a rank takes':>36}   beyond the work mostly")
+    for row in (r for r in rows if r["scaling"] == "best split"):
+        print(f"{row['gpus']:>7} {row['seconds']:>9.2f} {row['efficiency']:>10.3f} {row['tensor_parallel']:>14} {row['ranks']:>6} "
+              f"{shape(row, setting):>36}   {row['limit']}, {row['terms'][row['limit']] / row['seconds']:.0%}")
+    print("\nweak scaling, a candidate a rank: efficiency (a), (b)")
+    for row in (r for r in rows if r["scaling"] == "weak" and r["cost"] == "constant"):
+        other = next(r for r in rows if (r["scaling"], r["cost"], r["ranks"]) == ("weak", "engine", row["ranks"]))
+        print(f"{row['ranks']:>7} ranks   {row['efficiency']:.3f}   {other['efficiency']:.3f} ({other['limit']})")
+    print("\n(b) larger populations on the same GPUs: times as long")
+    for row in (r for r in rows if r["scaling"] == "population"):
+        print(f"{row['gpus']:>7} GPUs, population {row['population']:>5}: {row['longer']:.2f}")
+    if found["sensitivity"]:
+        print(f"\n{'efficiency at (GPUs) under other assumptions':<46} (a) 128   (a) 512   (b) 128   (b) 512")
+        for row in found["sensitivity"]:
+            print(f"  {row['case']:<44} {row['constant_128']:>7.3f}   {row['constant_512']:>7.3f}   {row['engine_128']:>7.3f}   {row['engine_512']:>7.3f}")
+    print(f"\nseconds by the alpha-beta model ({setting.network.latency * 1e6:g} us, {setting.network.bandwidth / 1e9:g} GB/s; rank {setting.rank})")
+    print(f"{'ranks':>7} {'bytes':>6} {'Bruck':>9} {'ring':>9} | " + " ".join(f"{s + ' ' + k:>12}" for s in ("7B", "32B", "72B") for k in ("adapter", "full")))
+    for row in found["collectives"]:
+        print(f"{row['ranks']:>7} {row['bytes_a_rank']:>6} {row['allgather_bruck']:>9.2e} {row['allgather_ring']:>9.2e} | " + " ".join(
+            f"{row[f'allreduce_{s}_{k}']:>12.3g}" for s in ("7B", "32B", "72B") for k in ("adapter", "full")))
+    print("\nmeasured on this machine: seconds a rank spends to know every rank's tiles (world.share), one core")
+    print("  " + "  ".join(f"{row['ranks']} ranks {row['seconds']:.2g}" for row in found["bookkeeping"]))
+    paper = found["paper"]
+    print(f"\nFig. 3, minutes to 0.835: the paper {PAPER['ESSA'][16]:.0f} on 16 GPUs, under {PAPER['ESSA'][128]:.0f} on 128; models set to it at 16")
+    for row in paper["essa"]:
+        print(f"  {row['model']:<18} {row['minutes_128']:6.1f} on 128, {row['over_paper']:.2f} of the paper's bound")
+    for row in paper["grpo"]:
+        print(f"  GRPO, {row['all_reduce_of']:<8} {row['minutes_128_without_all_reduce']:6.1f} on 128 without its all-reduces, paper "
+              f"{row['paper_128']:.0f}: would take {row['all_reduces_that_would_explain_it']:,.0f} all-reduces of {row['seconds_an_all_reduce_128']:.3g} s")
+
+
+def shape(row: dict, setting: Setting) -> str:
+    """Candidates x rows of a rank, roughly."""
+    answers, population, batch = row["answers_a_rank"], row["population"], setting.batch
+    wide = population if row["rows_first"] else batch
+    full, other = (answers / wide, wide) if answers >= wide else (1, answers)
+    candidates, rows = (other, full) if row["rows_first"] else (full, other)
+    return f"{candidates:.4g} candidates x {rows:.4g} rows"
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the results there, and a plot beside it")
+    parser.add_argument("--quick", action="store_true", help="three GPU counts and two generations: for tests")
+    parser.add_argument("--generations", type=int, help="simulated for each number (default 10, with --quick 2)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--measured", action="store_true", help="over the ranks of this job instead of simulated (not there yet)")
+    options = parser.parse_args(arguments)
+    generations = options.generations if options.generations is not None else 2 if options.quick else 10
+    if generations < 1:
+        parser.error(f"--generations = {generations}; allowed: an integer >= 1")
+    try:
+        if options.json and not Path(options.json).absolute().parent.is_dir():
+            raise UserError(f"benchmarks.scaling: --json {options.json}: its folder does not exist; make it first")
+        if options.measured:
+            rows = measured(options)
+            record.write(options.json, "scaling", rows, {}, versions=record.versions("essa_mpi", "numpy"))
+            return 0
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    setting, known = Setting(), update_seconds(Setting())
+    setting = replace(setting, **({} if known is None else {"update": known}))
+    print(f"assumed, none of it in the paper:\n{assumed(setting)}")
+    found = study(setting, options.quick, generations, options.seed)
+    told(found, setting)
+    if options.json:
+        picture = Path(options.json).with_suffix(".png")
+        try:
+            plot(picture, found["rows"], found["collectives"], setting)
+            print(f"\nplot in {picture}")
+        except ImportError:
+            print("\nno plot: matplotlib is not installed (pip install essa_mpi[plots])")
+    rows = found.pop("rows")
+    record.write(options.json, "scaling", rows, ratios_of(rows), versions=record.versions("essa_mpi", "numpy"),
+                 setting=asdict(setting), assumed=assumed(setting).splitlines(), generations=generations, seed=options.seed, **found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
