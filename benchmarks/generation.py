@@ -59,6 +59,7 @@ class Setting:
     straggling: float = 0.04        # deviation of the logarithm of a rank's slowness, drawn anew each generation
     place: float = 1e-3             # seconds to place a candidate in the engine
     update: float = 0.5             # seconds of the search's update
+    bookkeeping: tuple = (0.0, 0.0)  # seconds a rank spends on the all-gather's words: for each rank and arm, each rank
 
     def lengths(self, rng, rows: np.ndarray, candidates: int) -> np.ndarray:
         """(candidates, batch) tokens. rows: (batch,) standard normal, how long the row's answers are."""
@@ -100,7 +101,8 @@ ASSUMED = """\
 - an engine has {slots} slots, its cache holds as many; a decode step takes max(weights read, tokens x arithmetic)
 - stragglers: the logarithm of a rank's slowness is normal with deviation {straggling}, new each generation. Sinha et al.
   (arXiv 2208.11035) found GPUs of one kind to vary by 8 % on average, which is read as two such deviations
-- {place:.3g} s to place a candidate; {update:.3f} s for the search's update"""
+- {place:.3g} s to place a candidate; {update:.3f} s for the search's update; to read the all-gather {an_arm:.2f} us for each
+  rank and candidate and {a_rank:.1f} us for each rank"""
 
 
 def assumed(setting: Setting) -> str:
@@ -108,7 +110,7 @@ def assumed(setting: Setting) -> str:
     return ASSUMED.format(
         gpu=f"{gpu.memory / 1e9:.0f} GB, {gpu.bandwidth / 1e12:g} TB/s, {gpu.operations / 1e12:g} TFLOP/s, {gpu.reached:.0%} "
             f"of both reached", bandwidth=setting.network.bandwidth / 1e9, latency=setting.network.latency * 1e6,
-        mean=setting.mean_length, slots=setting.engine().slots,
+        mean=setting.mean_length, slots=setting.engine().slots, an_arm=setting.bookkeeping[0] * 1e6, a_rank=setting.bookkeeping[1] * 1e6,
         **{name: getattr(setting, name) for name in ("median", "deviation", "longest", "row_share", "prompt", "straggling",
                                                      "place", "update")})
 
@@ -133,7 +135,7 @@ class Way:
         return self.gpus // self.tensor_parallel
 
 
-TERMS = ("work", "unfilled steps", "tiles and lengths", "stragglers", "place", "all-gather", "update")
+TERMS = ("work", "unfilled steps", "tiles and lengths", "stragglers", "place", "all-gather", "bookkeeping", "update")
 CHUNK = 2_000_000    # cells simulated at once
 
 
@@ -142,6 +144,7 @@ def simulate(setting: Setting, way: Way, generations: int, seed: int = 0) -> dic
 
     work: what the mean rank would take with decode steps that cost nothing but arithmetic. unfilled steps: what
     its steps cost beyond that, since the weights are read for few tokens (and what tensor parallelism adds).
+    bookkeeping: what every rank spends on the words of all the others.
     tiles and lengths: what the longest-running rank takes beyond the mean. stragglers: what slow ranks add to it.
     """
     found = np.zeros((generations, len(TERMS)))
@@ -153,7 +156,8 @@ def simulate(setting: Setting, way: Way, generations: int, seed: int = 0) -> dic
                                  np.minimum(np.diff(cells), setting.population))
         found[g] = (work.mean(), busy.mean() - work.mean(), busy.max() - busy.mean(), (busy * slow).max() - busy.max(),
                     place.max(), allgather_seconds(way.ranks, exchange_bytes(way.ranks, setting.population, setting.batch),
-                                                   setting.network), setting.update)
+                                                   setting.network),
+                    way.ranks * (setting.bookkeeping[0] * setting.population + setting.bookkeeping[1]), setting.update)
     terms = dict(zip(TERMS, found.mean(axis=0).tolist()))
     seconds = found.sum(axis=1)
     return {"seconds": float(seconds.mean()), "standard_error": float(seconds.std(ddof=1) / generations ** 0.5) if generations > 1 else None,

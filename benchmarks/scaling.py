@@ -9,10 +9,10 @@ The paper's Fig. 3 (arXiv 2507.04453): Qwen2.5-32B, population 128, batch 256, e
                    limited, answers are long-tailed; so small tiles do not fill a step and the longest answer rules
 
 each with tiles of candidates x rows as the program cuts them and without (a candidate stays on one rank), and with
-stragglers, the one all-gather and the search's update. Under (b) also the best split into candidates, rows and
+stragglers, the one all-gather, what a rank spends on reading it (measured here) and the search's update. Under (b) also the best split into candidates, rows and
 tensor parallelism, what larger populations cost, what the assumptions are worth (`sensitivity`), and weak scaling: a
 candidate a rank. Collectives by the alpha-beta model: the all-gather by recursive doubling, Bruck and a ring, beside
-GRPO's all-reduce, of adapters (float32) and of full weights (bfloat16). And the model against the paper's numbers.
+GRPO's all-reduce, of adapters (float32) and of full weights (bfloat16). And the models against the paper's numbers.
 
 What is assumed is printed and in the file. The update's seconds are those of benchmarks/results/search.json. A plot is
 written beside FILE. Two minutes on one core; --quick in seconds, coarser.
@@ -28,20 +28,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from essa_mpi.config import UserError
-from essa_mpi.latency import allgather_seconds, allreduce_paper, allreduce_seconds, essa_seconds, exchange_bytes
+from essa_mpi.latency import allgather_seconds, allreduce_seconds, boundaries, exchange_bytes, tiles_of
 from essa_mpi.search import choose
-from essa_mpi.world import share
+from essa_mpi.world import Busy, TileScore, World
 
-from . import record
-from .generation import Setting, Way, assumed, qwen, sample_seconds, scaled, simulate
+from . import figure3, record
+from .generation import Setting, Way, assumed, qwen, scaled, simulate
 
 BASE = 16                               # GPUs that efficiency is relative to, as in Fig. 3
 STRONG = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 100_000)
 WEAK = (16, 128, 512, 4096, 32768, 100_000)
 SPLITS = (1, 2, 4, 8)                   # GPUs an engine, within a node of 8
 RANKS = (128, 512, 1024, 4096, 16384, 65536, 100_000)
-# Fig. 3 as far as the paper says it in words: minutes to 0.835 on so many GPUs; "under 20".
-PAPER = {"ESSA": {16: 200.0, 128: 20.0}, "GRPO": {16: 400.0, 128: 150.0}}
 
 
 def update_seconds(setting: Setting) -> float | None:
@@ -160,46 +158,42 @@ def collectives(setting: Setting, ranks) -> list[dict]:
     return rows
 
 
-def bookkeeping(setting: Setting, ranks) -> list[dict]:
-    """Measured here: seconds a rank spends on `world.share` of all ranks, which every all-gather needs to be read."""
-    rows, lengths = [], [setting.batch] * setting.population
-    for count in ranks:
-        some = range(0, count, max(1, count // 512))
-        began = time.process_time()
-        for rank in some:
-            share(lengths, rank, count)
-        rows.append({"ranks": count, "seconds": (time.process_time() - began) * count / len(some)})
-    return rows
+class Stub:
+    """An MPI of one process in which all ranks send what this one does, at once."""
+
+    Wtime, INT64_T = time.perf_counter, None
+
+    def __init__(self, ranks: int):
+        self.COMM_WORLD, self.ranks, self.mpi = self, ranks, self
+        self.hosts = self.cpus = [""] * ranks
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return self.ranks
+
+    def Allgather(self, send, received) -> None:
+        received[0][:] = send[0]
 
 
-def against_paper(setting: Setting, rows: list[dict]) -> dict:
-    """The model beside Fig. 3. It is set to the paper at 16 GPUs, where nothing else says how many generations there were.
+def exchange_seconds(ranks: int, population: int, batch: int) -> float:
+    """Measured here: CPU seconds that rank 0 spends in `World.exchange`, its messages costing nothing."""
+    world, tiles = World(Stub(ranks)), int(tiles_of(boundaries(ranks, population, batch), batch)[0])
+    began = time.process_time()
+    world.exchange([batch] * population, [TileScore() for _ in range(tiles)], 0, Busy())
+    return time.process_time() - began
 
-    GRPO: two of its numbers, two unknowns: work / G + all-reduces 2 M (G - 1) / (G bw) times their number.
+
+def bookkeeping(setting: Setting) -> tuple[float, float]:
+    """Measured here, (seconds a rank and arm, seconds a rank): what `World.exchange` costs every rank beside the messages.
+
+    It goes through the arms once for each of the ranks, to know whose scores are whose.
     """
-    at = {cost: {row["gpus"]: row["seconds"] for row in rows if row["cost"] == cost and row["tiles"] and row["scaling"] == "strong"}
-          for cost in ("constant", "engine")}
-    essa, grpo = PAPER["ESSA"], PAPER["GRPO"]
-    eta = sample_seconds(setting)
-    bare = {count: essa_seconds(setting.population, setting.batch, count, 1, eta, setting.network.bandwidth) for count in (BASE, 128)}
-    model = {name: essa[BASE] * seconds[128] / seconds[BASE] for name, seconds in
-             (("appendix B alone", bare), ("(a) constant", at["constant"]), ("(b) engine", at["engine"]))}
-    found = {"essa": [{"model": name, "minutes_16": essa[BASE], "minutes_128": minutes, "paper_128": essa[128],
-                       "over_paper": minutes / essa[128]} for name, minutes in model.items()],
-             "generations_at_16": {cost: essa[BASE] * 60 / seconds[BASE] for cost, seconds in at.items()},
-             "paper_speedup_16_to_128": essa[BASE] / essa[128]}
-    adapter, full = 4 * qwen(setting.size).adapter_parameters(setting.rank), 2 * qwen(setting.size).parameters
-    one = {kind: {count: allreduce_paper(count, nbytes, setting.network.bandwidth) for count in (BASE, 128)}
-           for kind, nbytes in (("adapter", adapter), ("full", full))}
-    found["grpo"] = []
-    for kind, seconds in one.items():
-        # work / 16 + n s16 = T16 and work / 128 + n s128 = T128
-        number = 60 * (128 * grpo[128] - BASE * grpo[BASE]) / (128 * seconds[128] - BASE * seconds[BASE])
-        found["grpo"].append({
-            "all_reduce_of": kind, "bytes": {"adapter": adapter, "full": full}[kind], "seconds_an_all_reduce_128": seconds[128],
-            "minutes_128_without_all_reduce": grpo[BASE] * BASE / 128, "paper_128": grpo[128],
-            "all_reduces_that_would_explain_it": number, "minutes_in_them_128": number * seconds[128] / 60})
-    return found
+    ranks = 512
+    few, many = (min(exchange_seconds(ranks, population, setting.batch) for _ in range(3)) for population in (16, 256))
+    an_arm = max(0.0, (many - few) / (240 * ranks))
+    return an_arm, max(0.0, few / ranks - 16 * an_arm)
 
 
 def measured(options) -> list[dict]:
@@ -247,8 +241,8 @@ def study(setting: Setting, quick: bool, generations: int, seed: int) -> dict:
     rows += weak(setting, (16, 128) if quick else WEAK, generations, seed)
     rows += populations(setting, (512,) if quick else (128, 512, 2048), generations, seed)
     return {"rows": rows, "sensitivity": [] if quick else sensitivity(setting, generations, seed),
-            "collectives": collectives(setting, RANKS), "bookkeeping": bookkeeping(setting, RANKS[:3] if quick else RANKS),
-            "paper": against_paper(setting, rows)}
+            "collectives": collectives(setting, RANKS),
+            "paper": figure3.against_paper(setting, rows, SPLITS, generations, seed)}
 
 
 def ratios_of(rows: list[dict]) -> dict:
@@ -291,15 +285,7 @@ def told(found: dict, setting: Setting) -> None:
     for row in found["collectives"]:
         print(f"{row['ranks']:>7} {row['bytes_a_rank']:>6} {row['allgather_bruck']:>9.2e} {row['allgather_ring']:>9.2e} | " + " ".join(
             f"{row[f'allreduce_{s}_{k}']:>12.3g}" for s in ("7B", "32B", "72B") for k in ("adapter", "full")))
-    print("\nmeasured on this machine: seconds a rank spends to know every rank's tiles (world.share), one core")
-    print("  " + "  ".join(f"{row['ranks']} ranks {row['seconds']:.2g}" for row in found["bookkeeping"]))
-    paper = found["paper"]
-    print(f"\nFig. 3, minutes to 0.835: the paper {PAPER['ESSA'][16]:.0f} on 16 GPUs, under {PAPER['ESSA'][128]:.0f} on 128; models set to it at 16")
-    for row in paper["essa"]:
-        print(f"  {row['model']:<18} {row['minutes_128']:6.1f} on 128, {row['over_paper']:.2f} of the paper's bound")
-    for row in paper["grpo"]:
-        print(f"  GRPO, {row['all_reduce_of']:<8} {row['minutes_128_without_all_reduce']:6.1f} on 128 without its all-reduces, paper "
-              f"{row['paper_128']:.0f}: would take {row['all_reduces_that_would_explain_it']:,.0f} all-reduces of {row['seconds_an_all_reduce_128']:.3g} s")
+    figure3.told(found["paper"])
 
 
 def shape(row: dict, setting: Setting) -> str:
@@ -333,7 +319,7 @@ def main(arguments=None) -> int:
         print(error, file=sys.stderr)
         return 2
     setting, known = Setting(), update_seconds(Setting())
-    setting = replace(setting, **({} if known is None else {"update": known}))
+    setting = replace(setting, bookkeeping=bookkeeping(setting), **({} if known is None else {"update": known}))
     print(f"assumed, none of it in the paper:\n{assumed(setting)}")
     found = study(setting, options.quick, generations, options.seed)
     told(found, setting)
