@@ -135,18 +135,22 @@ class Way:
         return self.gpus // self.tensor_parallel
 
 
-TERMS = ("work", "unfilled steps", "tiles and lengths", "stragglers", "place", "all-gather", "bookkeeping", "update")
+TERMS = {
+    "work": "the arithmetic of the mean rank's tokens: what shrinks with the ranks",
+    "unfilled steps": "the mean rank's decode steps beyond that: the weights are read for few tokens, in the end for the longest "
+                      "answer alone (and what tensor parallelism adds)",
+    "tiles and lengths": "the rank with the longest answers or most tiles beyond the mean rank",
+    "stragglers": "what slow ranks add",
+    "place": "candidates are placed one after another",
+    "all-gather": "its messages, by Bruck",
+    "bookkeeping": "what every rank spends on reading the words of all the others",
+    "update": "of the search, on every rank alike",
+}
 CHUNK = 2_000_000    # cells simulated at once
 
 
 def simulate(setting: Setting, way: Way, generations: int, seed: int = 0) -> dict:
-    """Mean seconds of a generation and what they are made of; the terms add up to the seconds.
-
-    work: what the mean rank would take with decode steps that cost nothing but arithmetic. unfilled steps: what
-    its steps cost beyond that, since the weights are read for few tokens (and what tensor parallelism adds).
-    bookkeeping: what every rank spends on the words of all the others.
-    tiles and lengths: what the longest-running rank takes beyond the mean. stragglers: what slow ranks add to it.
-    """
+    """Mean seconds of a generation, their standard error, and what they are made of: TERMS, which add up to them."""
     found = np.zeros((generations, len(TERMS)))
     for g in range(generations):
         rng = np.random.default_rng([seed, g])

@@ -33,7 +33,7 @@ from essa_mpi.search import choose
 from essa_mpi.world import Busy, TileScore, World
 
 from . import figure3, record
-from .generation import Setting, Way, assumed, qwen, scaled, simulate
+from .generation import GPU, TERMS, Setting, Way, assumed, qwen, scaled, simulate
 
 BASE = 16                               # GPUs that efficiency is relative to, as in Fig. 3
 STRONG = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 100_000)
@@ -120,20 +120,25 @@ def populations(setting: Setting, gpus, generations: int, seed: int) -> list[dic
 
 def sensitivity(setting: Setting, generations: int, seed: int) -> list[dict]:
     """Efficiencies at 128 and 512 GPUs under other assumptions; they are what the headline rests on."""
-    cases = {"as assumed": {}, "no stragglers": {"straggling": 0.0}, "stragglers twice as large": {"straggling": 2 * setting.straggling},
-             "answers of one length": {"deviation": 1e-9}, "deviation of the logarithm 0.3": {"deviation": 0.3},
-             "deviation 0.9": {"deviation": 0.9}, "max_tokens 1024": {"longest": 1024}, "max_tokens 8192": {"longest": 8192},
-             "all of the length is the row's": {"row_share": 1.0}, "none of it": {"row_share": 0.0},
-             "512 slots": {"max_num_seqs": 512}, "64 slots": {"max_num_seqs": 64},
-             "no update": {"update": 0.0}}
+    h100 = GPU(memory=80e9, bandwidth=3.35e12)
+    cases = {
+        "as assumed": {}, "no stragglers": {"straggling": 0.0}, "stragglers twice as large": {"straggling": 2 * setting.straggling},
+        "answers of one length": {"deviation": 1e-9}, "deviation of the logarithm 0.3": {"deviation": 0.3},
+        "deviation 0.9": {"deviation": 0.9}, "max_tokens 1024": {"longest": 1024}, "max_tokens 8192": {"longest": 8192},
+        "all of the length is the row's": {"row_share": 1.0}, "none of it": {"row_share": 0.0},
+        "512 slots": {"max_num_seqs": 512}, "64 slots": {"max_num_seqs": 64}, "no update": {"update": 0.0},
+        "the cache is read too": {"with_cache": True}, "two GPUs an engine": {"tensor_parallel": 2},
+        "two H100 (80 GB, 3.35 TB/s) an engine": {"tensor_parallel": 2, "gpu": h100}}
     rows = []
-    for name, changed in [*cases.items(), ("the cache is read too", {})]:
-        other, row = replace(setting, **changed), {"case": name}
+    for name, changed in cases.items():
+        ways = {key: value for key, value in changed.items() if key in ("with_cache", "tensor_parallel")}
+        other = replace(setting, **{key: value for key, value in changed.items() if key not in ways})
+        row = {"case": name}
         for cost in ("constant", "engine"):
-            with_cache = name == "the cache is read too" and cost == "engine"
-            found = {count: simulate(other, Way(count, cost, with_cache=with_cache), generations, seed) for count in (BASE, 128, 512)}
+            found = {count: simulate(other, Way(count, cost, **ways), generations, seed)["seconds"] for count in (BASE, 128, 512)}
+            row[f"{cost}_seconds_{BASE}"] = found[BASE]
             for count in (128, 512):
-                row[f"{cost}_{count}"] = BASE * found[BASE]["seconds"] / (count * found[count]["seconds"])
+                row[f"{cost}_{count}"] = BASE * found[BASE] / (count * found[count])
         rows.append(row)
     return rows
 
@@ -209,7 +214,7 @@ def plot(path: Path, rows: list[dict], gathers: list[dict], setting: Setting) ->
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as pyplot
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
     for cost, name in (("constant", "(a) constant seconds a sample"), ("engine", "(b) engine")):
         for tiles, style in ((True, "-o"), (False, ":")):
             line = [row for row in rows if (row["scaling"], row["cost"], row["tiles"]) == ("strong", cost, tiles)]
@@ -226,8 +231,11 @@ def plot(path: Path, rows: list[dict], gathers: list[dict], setting: Setting) ->
             right.plot(x, [row[f"allreduce_{size}_{kind}"] for row in gathers], style, color=color, label=f"all-reduce, {size} {kind}")
     right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds", title="collectives, alpha-beta model")
     for axes in (left, right):
-        axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
+    left.set_xticks([16, 128, 1024, 8192, 65536], ["16", "128", "1024", "8192", "65536"])
+    left.minorticks_off()
+    left.legend(fontsize=7, loc="upper right")
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -258,6 +266,9 @@ def ratios_of(rows: list[dict]) -> dict:
 def told(found: dict, setting: Setting) -> None:
     """The tables, printed."""
     rows = found["rows"]
+    print("\nwhat a generation is made of")
+    for name, text in TERMS.items():
+        print(f"  {name:<18} {text}")
     for cost, name in (("constant", "(a) constant seconds a sample"), ("engine", "(b) an engine with continuous batching")):
         print(f"\n{name}\n{'GPUs':>7} {'answers a rank':>14} {'seconds':>9} {'efficiency':>10} {'whole candidates':>16}   beyond the work mostly")
         for row in (r for r in rows if r["scaling"] == "strong" and r["cost"] == cost and r["tiles"]):
@@ -277,9 +288,10 @@ def told(found: dict, setting: Setting) -> None:
     for row in (r for r in rows if r["scaling"] == "population"):
         print(f"{row['gpus']:>7} GPUs, population {row['population']:>5}: {row['longer']:.2f}")
     if found["sensitivity"]:
-        print(f"\n{'efficiency at (GPUs) under other assumptions':<46} (a) 128   (a) 512   (b) 128   (b) 512")
+        print(f"\n{'efficiency at (GPUs) under other assumptions':<46} (a) 128   (a) 512   (b) 128   (b) 512   (b) seconds on {BASE}")
         for row in found["sensitivity"]:
-            print(f"  {row['case']:<44} {row['constant_128']:>7.3f}   {row['constant_512']:>7.3f}   {row['engine_128']:>7.3f}   {row['engine_512']:>7.3f}")
+            print(f"  {row['case']:<44} {row['constant_128']:>7.3f}   {row['constant_512']:>7.3f}   {row['engine_128']:>7.3f}   {row['engine_512']:>7.3f}   "
+                  f"{row[f'engine_seconds_{BASE}']:>8.1f}")
     print(f"\nseconds by the alpha-beta model ({setting.network.latency * 1e6:g} us, {setting.network.bandwidth / 1e9:g} GB/s; rank {setting.rank})")
     print(f"{'ranks':>7} {'bytes':>6} {'Bruck':>9} {'ring':>9} | " + " ".join(f"{s + ' ' + k:>12}" for s in ("7B", "32B", "72B") for k in ("adapter", "full")))
     for row in found["collectives"]:
@@ -332,7 +344,7 @@ def main(arguments=None) -> int:
             print("\nno plot: matplotlib is not installed (pip install essa_mpi[plots])")
     rows = found.pop("rows")
     record.write(options.json, "scaling", rows, ratios_of(rows), versions=record.versions("essa_mpi", "numpy"),
-                 setting=asdict(setting), assumed=assumed(setting).splitlines(), generations=generations, seed=options.seed, **found)
+                 setting=asdict(setting), assumed=assumed(setting).splitlines(), terms=TERMS, generations=generations, seed=options.seed, **found)
     return 0
 
 

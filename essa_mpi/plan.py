@@ -128,12 +128,13 @@ def read_run(path) -> Measured:
     load = samples / len(part["tokens"]) / ranks
     notes.append(f"measured with {load:.0f} answers a rank, at most {run.max_num_seqs} at once")
     wait = float(part["times/wait"].sum())
+    working = float((part["times/seconds"] - part["times/wait"] - part["times/allgather"]).sum())    # of rank 0, all told
     return Measured(
         token=busy * ranks / tokens, tokens=tokens / samples,
         train=float(part["times/train"].sum()) * ranks / tokens if gradient else None,
         update=None if gradient else float(part["times/update"].mean()),
         place=0.0 if gradient else float(part["times/place"].mean()) * ranks / run.population,
-        straggling=wait / busy / greatest_of(ranks) if ranks > 1 else None, load=min(load, run.max_num_seqs),
+        straggling=wait / working / greatest_of(ranks) if ranks > 1 and working > 0 else None, load=min(load, run.max_num_seqs),
         source=f"{path} ({run.model}, {ranks} rank{'s' * (ranks > 1)} of {run.tensor_parallel} GPU{'s' * (run.tensor_parallel > 1)} "
                f"or cores each)", notes=tuple(notes))
 
@@ -288,6 +289,8 @@ def unknown(plan: Plan) -> list[str]:
     elif plan.measured.source != "options":
         found.append(f"stragglers: from the run's waits, uneven answers among them: {measured.straggling:.1%} of a rank's time, "
                      f"taken to grow with the ranks as the greatest of so many normal numbers does")
+    if plan.config.validation_every:
+        found.append("the mean's validation rows, held-out rows and checkpoints are not in it")
     if measured.update is None:
         found.append("the search's update is left out: give --update-seconds or --run")
     if plan.train_assumed:
@@ -356,7 +359,8 @@ def table(found: dict) -> str:
     lines += ["", f"it scales to {end['last_good']} GPUs; on {end['gpus']} the efficiency is {end['efficiency']:.2f}, for the "
               f"{end['limit']}: {end['why']}"]
     if "grpo" in found["rows"][0]:
-        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts; ESSA's generation is shorter below so many answers",
+        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts by appendix B with the best theta; ESSA's generation is shorter "
+                  f"below so many answers",
                   f"{'':>7} {'adapter':>9} {'':>10} {'':>10} {'full weights':>13} {'':>10} {'':>10} {'answers, by':>13} {'by theorem':>11}",
                   f"{'GPUs':>7} {'minutes':>9} {'efficiency':>10} {'all-reduce':>10} {'minutes':>13} {'efficiency':>10} {'all-reduce':>10} "
                   f"{'its formulas':>13} {'B.2':>11}"]
