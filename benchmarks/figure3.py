@@ -7,6 +7,7 @@ minutes at 128 are its prediction. A model with the same work at both can be 8 t
 from dataclasses import replace
 
 from essa_mpi.latency import allreduce_paper, essa_seconds
+from essa_mpi.plan import aligned
 
 from .generation import Setting, Way, qwen, sample_seconds, simulate
 
@@ -38,7 +39,8 @@ def against_paper(setting: Setting, rows: list[dict], splits, generations: int, 
     eta, bandwidth = sample_seconds(setting), setting.network.bandwidth
     constant, engine = seconds("strong", "constant"), seconds("strong", "engine")
     models = {
-        ("ESSA", "appendix B alone"): {g: essa_seconds(setting.population, setting.batch, g, 1, eta, bandwidth) for g in (FEW, MANY)},
+        ("ESSA", "appendix B alone"): {g: essa_seconds(setting.population, setting.batch, g, 1, eta, bandwidth)
+                                       for g in (FEW, MANY)},
         ("ESSA", "(a) constant"): constant,
         ("ESSA", "(b) engine"): engine,
         ("ESSA", "(b) best split"): seconds("best split", "engine"),
@@ -54,13 +56,15 @@ def against_paper(setting: Setting, rows: list[dict], splits, generations: int, 
                      "paper_many": paper[MANY], "over_paper": minutes / paper[MANY]})
     at = {(row["method"], row["model"]): row["minutes_many"] for row in fits}
     ratio = {name: at["GRPO", name] / at["ESSA", name] for name in ("(b) engine", "(b) best split")}
-    return {"fits": fits, "ratio_engine": ratio["(b) engine"], "ratio_best": ratio["(b) best split"], "explained": all_reduces(setting),
-            "generations": {name: PAPER["ESSA"][FEW] * 60 / found[FEW] for name, found in (("constant", constant), ("engine", engine))},
-            "speedup_essa": PAPER["ESSA"][FEW] / PAPER["ESSA"][MANY], "speedup_grpo": PAPER["GRPO"][FEW] / PAPER["GRPO"][MANY]}
+    essa, grpo = PAPER["ESSA"], PAPER["GRPO"]
+    return {"fits": fits, "ratio_engine": ratio["(b) engine"], "ratio_best": ratio["(b) best split"],
+            "explained": all_reduces(setting),
+            "speedup_essa": essa[FEW] / essa[MANY], "speedup_grpo": grpo[FEW] / grpo[MANY],
+            "generations": {"constant": essa[FEW] * 60 / constant[FEW], "engine": essa[FEW] * 60 / engine[FEW]}}
 
 
 def all_reduces(setting: Setting) -> list[dict]:
-    """How many all-reduces would explain GRPO's two numbers: work / G + n 2 M (G - 1) / (G bw), solved for both unknowns."""
+    """How many all-reduces n would explain GRPO's two numbers: work / G + n 2 M (G - 1) / (G bw), both unknown."""
     model, paper, found = qwen(setting.size), PAPER["GRPO"], []
     for kind, nbytes in (("adapter", 4 * model.adapter_parameters(setting.rank)), ("full", 2 * model.parameters)):
         one = {g: allreduce_paper(g, nbytes, setting.network.bandwidth) for g in (FEW, MANY)}
@@ -71,14 +75,15 @@ def all_reduces(setting: Setting) -> list[dict]:
 
 
 def told(found: dict) -> None:
-    print(f"\nFig. 3, minutes to 0.835, models set to the paper at {FEW} GPUs")
-    print(f"{'':>40} {FEW:>6} {MANY:>6}   paper   model / paper")
-    for row in found["fits"]:
-        print(f"  {row['method']}, {row['model']:<32} {row['minutes_few']:>6.0f} {row['minutes_many']:>6.1f} {row['paper_many']:>7.0f}   {row['over_paper']:.2f}")
-    print(f"  GRPO's minutes over ESSA's on {MANY}: the paper {PAPER['GRPO'][MANY] / PAPER['ESSA'][MANY]:.1f} (6 in its text), (b) engine "
+    rows = [["", f"on {FEW}", f"on {MANY}", "paper", "model / paper"]]
+    rows += [[f"{row['method']}, {row['model']}", f"{row['minutes_few']:.0f}", f"{row['minutes_many']:.1f}",
+              f"{row['paper_many']:.0f}", f"{row['over_paper']:.2f}"] for row in found["fits"]]
+    print(f"\nFig. 3, minutes to 0.835, models set to the paper at {FEW} GPUs", *aligned(rows), sep="\n")
+    ratio = PAPER["GRPO"][MANY] / PAPER["ESSA"][MANY]
+    print(f"  GRPO's minutes over ESSA's on {MANY}: the paper {ratio:.1f} (6 in its text), (b) engine "
           f"{found['ratio_engine']:.1f}, (b) best split {found['ratio_best']:.1f}")
-    print(f"  the paper's ESSA is {found['speedup_essa']:.0f} times as fast or more on {MANY // FEW} times the GPUs: more than linear, so "
-          f"no model of the same work gives it")
+    print(f"  the paper's ESSA is {found['speedup_essa']:.0f} times as fast or more on {MANY // FEW} times the GPUs: more "
+          f"than linear, so no model of the same work gives it")
     for row in found["explained"]:
-        print(f"  appendix B would explain GRPO's {found['speedup_grpo']:.1f} by {row['number']:,.0f} all-reduces of the {row['all_reduce_of']}"
-              f" ({row['seconds']:.3g} s each)")
+        print(f"  appendix B would explain GRPO's {found['speedup_grpo']:.1f} by {row['number']:,.0f} all-reduces, "
+              f"{row['all_reduce_of']}, of {row['seconds']:.3g} s")

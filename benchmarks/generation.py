@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from essa_mpi.latency import Engine, Network, allgather_seconds, boundaries, decode_seconds, exchange_bytes, tiles_of
-from essa_mpi.plan import Model
+from essa_mpi.sizes import Model
 
 QWEN = {    # config.json of Qwen2.5
     "7B": dict(hidden_size=3584, num_hidden_layers=28, intermediate_size=18944, num_attention_heads=28),
@@ -85,34 +85,36 @@ class Setting:
         if slots < 1:
             raise ValueError(f"{self.size} does not fit on {t} GPUs of {gpu.memory / 1e9:.0f} GB")
         exchanges = 2 * model.layers if t > 1 else 0
+        cache = model.cache_bytes_a_token * (self.prompt + self.mean_length / 2) if with_cache else 0
         return Engine(
             read=model.weight_bytes / (t * gpu.bandwidth * gpu.reached),
             token=2 * model.parameters / (t * gpu.operations * gpu.reached),
             slots=min(self.max_num_seqs, slots),
-            kv=with_cache * model.cache_bytes_a_token * (self.prompt + self.mean_length / 2) / (t * gpu.bandwidth * gpu.reached),
+            kv=cache / (t * gpu.bandwidth * gpu.reached),
             transfer=exchanges * 2 * (t - 1) / t * model.hidden * 2 / gpu.link.bandwidth,
             overhead=exchanges * gpu.link.latency)
 
 
 ASSUMED = """\
-- hardware: {gpu}; one link of {bandwidth:.0f} GB/s and {latency:.1f} us a message between ranks
-- answers: tokens log-normal, median {median:.0f}, deviation of the logarithm {deviation}, cut at {longest}: mean {mean:.0f};
-  {row_share:.0%} of the variance is the row's, the same for all candidates. Prompts: {prompt} tokens, computed for every candidate
+- hardware: {memory:.0f} GB, {read:g} TB/s, {operations:g} TFLOP/s, {reached:.0%} of both reached; between ranks
+  a link of {bandwidth:.0f} GB/s and {latency:.1f} us a message
+- answers: tokens log-normal, median {median:.0f}, deviation of the logarithm {deviation}, cut at {longest}:
+  mean {mean:.0f}. {row_share:.0%} of the variance is the row's, the same for all candidates
+- prompts: {prompt} tokens, computed for every candidate
 - an engine has {slots} slots, its cache holds as many; a decode step takes max(weights read, tokens x arithmetic)
-- stragglers: the logarithm of a rank's slowness is normal with deviation {straggling}, new each generation. Sinha et al.
-  (arXiv 2208.11035) found GPUs of one kind to vary by 8 % on average, which is read as two such deviations
-- {place:.3g} s to place a candidate; {update:.3f} s for the search's update; to read the all-gather {an_arm:.2f} us for each
-  rank and candidate and {a_rank:.1f} us for each rank"""
+- stragglers: the logarithm of a rank's slowness is normal with deviation {straggling}, new each generation. Sinha et
+  al. (arXiv 2208.11035) found GPUs of one kind to vary by 8 % on average, which is read as two such deviations
+- {place:.3g} s to place a candidate; {update:.3f} s for the search's update; to read the all-gather {an_arm:.2f} us
+  for each rank and candidate and {a_rank:.1f} us for each rank"""
 
 
 def assumed(setting: Setting) -> str:
-    gpu = setting.gpu
+    """What the results rest on, in words."""
+    gpu, network, (an_arm, a_rank) = setting.gpu, setting.network, setting.bookkeeping
     return ASSUMED.format(
-        gpu=f"{gpu.memory / 1e9:.0f} GB, {gpu.bandwidth / 1e12:g} TB/s, {gpu.operations / 1e12:g} TFLOP/s, {gpu.reached:.0%} "
-            f"of both reached", bandwidth=setting.network.bandwidth / 1e9, latency=setting.network.latency * 1e6,
-        mean=setting.mean_length, slots=setting.engine().slots, an_arm=setting.bookkeeping[0] * 1e6, a_rank=setting.bookkeeping[1] * 1e6,
-        **{name: getattr(setting, name) for name in ("median", "deviation", "longest", "row_share", "prompt", "straggling",
-                                                     "place", "update")})
+        **vars(setting), memory=gpu.memory / 1e9, read=gpu.bandwidth / 1e12, operations=gpu.operations / 1e12,
+        reached=gpu.reached, bandwidth=network.bandwidth / 1e9, latency=network.latency * 1e6, mean=setting.mean_length,
+        slots=setting.engine().slots, an_arm=an_arm * 1e6, a_rank=a_rank * 1e6)
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ class Way:
 
 TERMS = {
     "work": "the arithmetic of the mean rank's tokens: what shrinks with the ranks",
-    "unfilled steps": "the mean rank's decode steps beyond that: the weights are read for few tokens, in the end for the longest "
-                      "answer alone (and what tensor parallelism adds)",
+    "unfilled steps": "the mean rank's decode steps beyond that: the weights are read for few tokens, in the end for "
+                      "the longest answer alone (and what tensor parallelism adds)",
     "tiles and lengths": "the rank with the longest answers or most tiles beyond the mean rank",
     "stragglers": "what slow ranks add",
     "place": "candidates are placed one after another",
@@ -153,19 +155,20 @@ def simulate(setting: Setting, way: Way, generations: int, seed: int = 0) -> dic
     """Mean seconds of a generation, their standard error, and what they are made of: TERMS, which add up to them."""
     found = np.zeros((generations, len(TERMS)))
     for g in range(generations):
-        rng = np.random.default_rng([seed, g])
-        busy, work, cells = _busy(setting, way, rng)
+        busy, work, cells = _busy(setting, way, np.random.default_rng([seed, g]))
         slow = np.exp(setting.straggling * np.random.default_rng([seed, g, 1]).standard_normal(way.ranks))
-        place = setting.place * (tiles_of(cells, setting.batch) if not way.rows_first else
-                                 np.minimum(np.diff(cells), setting.population))
+        candidates = tiles_of(cells, setting.batch)
+        if way.rows_first:
+            candidates = np.minimum(np.diff(cells), setting.population)
+        nbytes = exchange_bytes(way.ranks, setting.population, setting.batch)
+        an_arm, a_rank = setting.bookkeeping
         found[g] = (work.mean(), busy.mean() - work.mean(), busy.max() - busy.mean(), (busy * slow).max() - busy.max(),
-                    place.max(), allgather_seconds(way.ranks, exchange_bytes(way.ranks, setting.population, setting.batch),
-                                                   setting.network),
-                    way.ranks * (setting.bookkeeping[0] * setting.population + setting.bookkeeping[1]), setting.update)
+                    setting.place * candidates.max(), allgather_seconds(way.ranks, nbytes, setting.network),
+                    way.ranks * (an_arm * setting.population + a_rank), setting.update)
     terms = dict(zip(TERMS, found.mean(axis=0).tolist()))
     seconds = found.sum(axis=1)
-    return {"seconds": float(seconds.mean()), "standard_error": float(seconds.std(ddof=1) / generations ** 0.5) if generations > 1 else None,
-            "terms": terms, "limit": limit(terms)}
+    error = float(seconds.std(ddof=1) / generations ** 0.5) if generations > 1 else None
+    return {"seconds": float(seconds.mean()), "standard_error": error, "terms": terms, "limit": limit(terms)}
 
 
 def limit(terms: dict) -> str:

@@ -9,9 +9,9 @@ The paper's Fig. 3 (arXiv 2507.04453): Qwen2.5-32B, population 128, batch 256, e
                    limited, answers are long-tailed; so small tiles do not fill a step and the longest answer rules
 
 each with tiles of candidates x rows as the program cuts them and without (a candidate stays on one rank), and with
-stragglers, the one all-gather, what a rank spends on reading it (measured here) and the search's update. Under (b) also the best split into candidates, rows and
-tensor parallelism, what larger populations cost, what the assumptions are worth (`sensitivity`), and weak scaling: a
-candidate a rank. Collectives by the alpha-beta model: the all-gather by recursive doubling, Bruck and a ring, beside
+stragglers, the one all-gather, what a rank spends on reading it (measured here) and the search's update. Under (b) also
+the best split into candidates, rows and tensor parallelism, what larger populations cost, how the results change with
+the assumptions, and weak scaling: a candidate a rank. Collectives by the alpha-beta model: the all-gather by recursive doubling, Bruck and a ring, beside
 GRPO's all-reduce, of adapters (float32) and of full weights (bfloat16). And the models against the paper's numbers.
 
 What is assumed is printed and in the file. The update's seconds are those of benchmarks/results/search.json. A plot is
@@ -34,6 +34,7 @@ from essa_mpi.world import Busy, TileScore, World
 
 from . import figure3, record
 from .generation import GPU, TERMS, Setting, Way, assumed, qwen, scaled, simulate
+from .scaling_tables import plot, told
 
 BASE = 16                               # GPUs that efficiency is relative to, as in Fig. 3
 STRONG = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 100_000)
@@ -89,18 +90,19 @@ def best_splits(setting: Setting, gpus, generations: int, seed: int) -> list[dic
         best = min(tried, key=lambda row: row["seconds"])
         first = first or best["seconds"] * count
         rows.append({**best, "scaling": "best split", "efficiency": first / (best["seconds"] * count),
-                     "tried": [{key: row[key] for key in ("tensor_parallel", "rows_first", "seconds", "limit")} for row in tried]})
+                     "tried": [{key: row[key] for key in ("tensor_parallel", "rows_first", "seconds", "limit")}
+                               for row in tried]})
     return rows
 
 
 def weak(setting: Setting, ranks, generations: int, seed: int) -> list[dict]:
-    """A candidate a rank, as many candidates as ranks; the search's update is left as it is for the paper's population."""
+    """A candidate a rank, as many as ranks; the search's update is left as it is for the paper's population."""
     rows = []
     for cost in ("constant", "engine"):
         first = None
         for count in ranks:
             grown = scaled(setting, count)
-            found = simulate(grown, way := Way(count, cost), min(generations, 2 if count > 10_000 else generations), seed)
+            found = simulate(grown, way := Way(count, cost), generations if count < 10_000 else min(generations, 2), seed)
             first = first or found["seconds"]
             rows.append(described(grown, way, found, "weak", efficiency=first / found["seconds"]))
     return rows
@@ -122,7 +124,8 @@ def sensitivity(setting: Setting, generations: int, seed: int) -> list[dict]:
     """Efficiencies at 128 and 512 GPUs under other assumptions; they are what the headline rests on."""
     h100 = GPU(memory=80e9, bandwidth=3.35e12)
     cases = {
-        "as assumed": {}, "no stragglers": {"straggling": 0.0}, "stragglers twice as large": {"straggling": 2 * setting.straggling},
+        "as assumed": {}, "no stragglers": {"straggling": 0.0},
+        "stragglers twice as large": {"straggling": 2 * setting.straggling},
         "answers of one length": {"deviation": 1e-9}, "deviation of the logarithm 0.3": {"deviation": 0.3},
         "deviation 0.9": {"deviation": 0.9}, "max_tokens 1024": {"longest": 1024}, "max_tokens 8192": {"longest": 8192},
         "all of the length is the row's": {"row_share": 1.0}, "none of it": {"row_share": 0.0},
@@ -135,7 +138,8 @@ def sensitivity(setting: Setting, generations: int, seed: int) -> list[dict]:
         other = replace(setting, **{key: value for key, value in changed.items() if key not in ways})
         row = {"case": name}
         for cost in ("constant", "engine"):
-            found = {count: simulate(other, Way(count, cost, **ways), generations, seed)["seconds"] for count in (BASE, 128, 512)}
+            found = {count: simulate(other, Way(count, cost, **ways), generations, seed)["seconds"]
+                     for count in (BASE, 128, 512)}
             row[f"{cost}_seconds_{BASE}"] = found[BASE]
             for count in (128, 512):
                 row[f"{cost}_{count}"] = BASE * found[BASE] / (count * found[count])
@@ -156,7 +160,8 @@ def collectives(setting: Setting, ranks) -> list[dict]:
         row["allgather_paper_bruck"] = allgather_seconds(count, paper, network)
         for size in ("7B", "32B", "72B"):
             model = qwen(size)
-            for kind, nbytes in (("adapter", 4 * model.adapter_parameters(setting.rank)), ("full", 2 * model.parameters)):
+            adapter = 4 * model.adapter_parameters(setting.rank)
+            for kind, nbytes in (("adapter", adapter), ("full", 2 * model.parameters)):
                 row[f"allreduce_{size}_{kind}"] = allreduce_seconds(count, nbytes, network)
                 row[f"bytes_{size}_{kind}"] = nbytes
         rows.append(row)
@@ -191,7 +196,7 @@ def exchange_seconds(ranks: int, population: int, batch: int) -> float:
 
 
 def bookkeeping(setting: Setting) -> tuple[float, float]:
-    """Measured here, (seconds a rank and arm, seconds a rank): what `World.exchange` costs every rank beside the messages.
+    """Measured here, (seconds a rank and arm, seconds a rank): what `World.exchange` costs each rank but the messages.
 
     It goes through the arms once for each of the ranks, to know whose scores are whose.
     """
@@ -208,37 +213,6 @@ def measured(options) -> list[dict]:
     time is drawn from a recorded distribution; the columns of `TERMS` from the exchanged times.
     """
     raise UserError("benchmarks.scaling: --measured is not there yet; without it everything is simulated")
-
-
-def plot(path: Path, rows: list[dict], gathers: list[dict], setting: Setting) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as pyplot
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for cost, name in (("constant", "(a) constant seconds a sample"), ("engine", "(b) engine")):
-        for tiles, style in ((True, "-o"), (False, ":")):
-            line = [row for row in rows if (row["scaling"], row["cost"], row["tiles"]) == ("strong", cost, tiles)]
-            left.plot([row["gpus"] for row in line], [row["efficiency"] for row in line], style, ms=3,
-                      color={"constant": "C0", "engine": "C1"}[cost], label=name + ("" if tiles else ", candidates whole"))
-    line = [row for row in rows if row["scaling"] == "best split"]
-    left.plot([row["gpus"] for row in line], [row["efficiency"] for row in line], "-s", ms=3, color="C2", label="(b) best split")
-    left.set(xscale="log", xlabel="GPUs", ylabel=f"efficiency relative to {BASE} GPUs", ylim=(0, 1.05),
-             title=f"{setting.size}, population {setting.population} x batch {setting.batch}, simulated")
-    x = [row["ranks"] for row in gathers]
-    right.plot(x, [row["allgather_bruck"] for row in gathers], "-o", ms=3, label="all-gather, ESSA")
-    for size, color in (("7B", "C1"), ("32B", "C2"), ("72B", "C3")):
-        for kind, style in (("adapter", "--"), ("full", "-")):
-            right.plot(x, [row[f"allreduce_{size}_{kind}"] for row in gathers], style, color=color, label=f"all-reduce, {size} {kind}")
-    right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds", title="collectives, alpha-beta model")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    left.set_xticks([16, 128, 1024, 8192, 65536], ["16", "128", "1024", "8192", "65536"])
-    left.minorticks_off()
-    left.legend(fontsize=7, loc="upper right")
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
 
 
 def study(setting: Setting, quick: bool, generations: int, seed: int) -> dict:
@@ -258,64 +232,21 @@ def ratios_of(rows: list[dict]) -> dict:
     found = {}
     for row in rows:
         if row["gpus"] in (128, 512) and row["scaling"] in ("strong", "best split"):
-            name = f"efficiency_{row['gpus']}" + "_engine" * (row["cost"] == "engine") + "_without_tiles" * (not row["tiles"])
-            found[name + "_best_split" * (row["scaling"] == "best split")] = row["efficiency"]
+            name = (f"efficiency_{row['gpus']}" + "_engine" * (row["cost"] == "engine")
+                    + "_without_tiles" * (not row["tiles"]) + "_best_split" * (row["scaling"] == "best split"))
+            found[name] = row["efficiency"]
     return found
 
 
-def told(found: dict, setting: Setting) -> None:
-    """The tables, printed."""
-    rows = found["rows"]
-    print("\nwhat a generation is made of")
-    for name, text in TERMS.items():
-        print(f"  {name:<18} {text}")
-    for cost, name in (("constant", "(a) constant seconds a sample"), ("engine", "(b) an engine with continuous batching")):
-        print(f"\n{name}\n{'GPUs':>7} {'answers a rank':>14} {'seconds':>9} {'efficiency':>10} {'whole candidates':>16}   beyond the work mostly")
-        for row in (r for r in rows if r["scaling"] == "strong" and r["cost"] == cost and r["tiles"]):
-            whole = next(r for r in rows if (r["scaling"], r["cost"], r["tiles"], r["gpus"]) == ("strong", cost, False, row["gpus"]))
-            print(f"{row['gpus']:>7} {row['answers_a_rank']:>14.1f} {row['seconds']:>9.2f} {row['efficiency']:>10.3f} "
-                  f"{whole['efficiency']:>16.3f}   {row['limit']}, {row['terms'][row['limit']] / row['seconds']:.0%}")
-    print("\n(b) best split, of tensor parallelism 1 to 8 and rows or candidates first")
-    print(f"{'GPUs':>7} {'seconds':>9} {'efficiency':>10} {'GPUs an engine':>14} {'ranks':>6} {'a rank takes':>36}   beyond the work mostly")
-    for row in (r for r in rows if r["scaling"] == "best split"):
-        print(f"{row['gpus']:>7} {row['seconds']:>9.2f} {row['efficiency']:>10.3f} {row['tensor_parallel']:>14} {row['ranks']:>6} "
-              f"{shape(row, setting):>36}   {row['limit']}, {row['terms'][row['limit']] / row['seconds']:.0%}")
-    print("\nweak scaling, a candidate a rank: efficiency (a), (b)")
-    for row in (r for r in rows if r["scaling"] == "weak" and r["cost"] == "constant"):
-        other = next(r for r in rows if (r["scaling"], r["cost"], r["ranks"]) == ("weak", "engine", row["ranks"]))
-        print(f"{row['ranks']:>7} ranks   {row['efficiency']:.3f}   {other['efficiency']:.3f} ({other['limit']})")
-    print("\n(b) larger populations on the same GPUs: times as long")
-    for row in (r for r in rows if r["scaling"] == "population"):
-        print(f"{row['gpus']:>7} GPUs, population {row['population']:>5}: {row['longer']:.2f}")
-    if found["sensitivity"]:
-        print(f"\n{'efficiency at (GPUs) under other assumptions':<46} (a) 128   (a) 512   (b) 128   (b) 512   (b) seconds on {BASE}")
-        for row in found["sensitivity"]:
-            print(f"  {row['case']:<44} {row['constant_128']:>7.3f}   {row['constant_512']:>7.3f}   {row['engine_128']:>7.3f}   {row['engine_512']:>7.3f}   "
-                  f"{row[f'engine_seconds_{BASE}']:>8.1f}")
-    print(f"\nseconds by the alpha-beta model ({setting.network.latency * 1e6:g} us, {setting.network.bandwidth / 1e9:g} GB/s; rank {setting.rank})")
-    print(f"{'ranks':>7} {'bytes':>6} {'Bruck':>9} {'ring':>9} | " + " ".join(f"{s + ' ' + k:>12}" for s in ("7B", "32B", "72B") for k in ("adapter", "full")))
-    for row in found["collectives"]:
-        print(f"{row['ranks']:>7} {row['bytes_a_rank']:>6} {row['allgather_bruck']:>9.2e} {row['allgather_ring']:>9.2e} | " + " ".join(
-            f"{row[f'allreduce_{s}_{k}']:>12.3g}" for s in ("7B", "32B", "72B") for k in ("adapter", "full")))
-    figure3.told(found["paper"])
-
-
-def shape(row: dict, setting: Setting) -> str:
-    """Candidates x rows of a rank, roughly."""
-    answers, population, batch = row["answers_a_rank"], row["population"], setting.batch
-    wide = population if row["rows_first"] else batch
-    full, other = (answers / wide, wide) if answers >= wide else (1, answers)
-    candidates, rows = (other, full) if row["rows_first"] else (full, other)
-    return f"{candidates:.4g} candidates x {rows:.4g} rows"
-
-
 def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the results there, and a plot beside it")
     parser.add_argument("--quick", action="store_true", help="three GPU counts and two generations: for tests")
     parser.add_argument("--generations", type=int, help="simulated for each number (default 10, with --quick 2)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--measured", action="store_true", help="over the ranks of this job instead of simulated (not there yet)")
+    parser.add_argument("--measured", action="store_true",
+                        help="over the ranks of this job instead of simulated (not there yet)")
     options = parser.parse_args(arguments)
     generations = options.generations if options.generations is not None else 2 if options.quick else 10
     if generations < 1:
@@ -338,13 +269,14 @@ def main(arguments=None) -> int:
     if options.json:
         picture = Path(options.json).with_suffix(".png")
         try:
-            plot(picture, found["rows"], found["collectives"], setting)
+            plot(picture, found["rows"], found["collectives"], setting, BASE)
             print(f"\nplot in {picture}")
         except ImportError:
             print("\nno plot: matplotlib is not installed (pip install essa_mpi[plots])")
     rows = found.pop("rows")
     record.write(options.json, "scaling", rows, ratios_of(rows), versions=record.versions("essa_mpi", "numpy"),
-                 setting=asdict(setting), assumed=assumed(setting).splitlines(), terms=TERMS, generations=generations, seed=options.seed, **found)
+                 setting=asdict(setting), assumed=assumed(setting).splitlines(), terms=TERMS, generations=generations,
+                 seed=options.seed, **found)
     return 0
 
 

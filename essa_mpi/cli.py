@@ -70,20 +70,22 @@ def parser() -> argparse.ArgumentParser:
     quantise.add_argument("--group-size", type=int, metavar="N",
                           help="w4a16: inputs that share a scale; the largest of 128, 64, 32 that fits")
     plan = command("plan", "how long a generation takes on how many GPUs, and where that stops scaling", config=True)
-    plan.add_argument("--gpus", type=_counts, required=True, metavar="N,N,...", help="e.g. 16,32,64,128: efficiency is against the first")
+    plan.add_argument("--gpus", type=_counts, required=True, metavar="N,N,...",
+                      help="e.g. 16,32,64,128: efficiency is against the first")
     plan.add_argument("--run", metavar="RUN", help="a run folder whose measured times and tokens are taken")
     for name, unit, text in (
             ("token-seconds", "S", "instead: seconds of an engine a generated token, with all its slots taken"),
             ("tokens", "N", "instead: tokens of an answer, on average"),
             ("step-seconds", "S", "the shortest decode step, with one sequence"),
             ("memory-bandwidth", "GB/S", "of a GPU: a decode step takes at least as long as reading the weights"),
-            ("train-token-seconds", "S", "of a trainer, a token of a rollout, forward and backward; default 3 x token-seconds"),
+            ("train-token-seconds", "S", "of a trainer, a token of a rollout, both passes; default 3 x token-seconds"),
             ("update-seconds", "S", "of the search's update"),
             ("straggling", "SHARE", "deviation of a rank's time for the same work, as a share of it")):
         plan.add_argument(f"--{name}", type=_share if name == "straggling" else _above_zero, metavar=unit, help=text)
     plan.add_argument("--train-gpus", type=_count, metavar="N", help="GPUs a trainer; default tensor_parallel")
-    plan.add_argument("--bandwidth", type=_above_zero, default=25.0, metavar="GB/S", help="of the network, a rank; default 25")
-    plan.add_argument("--latency", type=_above_zero, default=2.5, metavar="US", help="microseconds a message; default 2.5")
+    for name, default, unit, text in (("bandwidth", 25.0, "GB/S", "of the network, a rank; default 25"),
+                                      ("latency", 2.5, "US", "microseconds a message; default 2.5")):
+        plan.add_argument(f"--{name}", type=_above_zero, default=default, metavar=unit, help=text)
     plan.add_argument("--json", metavar="FILE", help="write everything here too")
     doctor = command("doctor", "what is installed, which MPI and GPUs, what would be bound where")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="check this config's run too")

@@ -44,7 +44,7 @@ def allreduce_paper(gpus, nbytes, bandwidth) -> float:
     return 2 * nbytes * (gpus - 1) / (gpus * bandwidth)
 
 
-def samples_below_which_essa_is_faster(batch, gpus, m_fb, eta_fb, m_gen, eta_gen, nbytes, bandwidth) -> tuple[float, float]:
+def break_even(batch, gpus, m_fb, eta_fb, m_gen, eta_gen, nbytes, bandwidth) -> tuple[float, float]:
     """(by the two formulas, as printed): the N B of ESSA below which a generation is shorter than a gradient step.
 
     Theorem B.2 as printed takes m_gen = G, m_fb = 1 and loses a factor 2 of the all-reduce.
@@ -80,7 +80,7 @@ def allgather_seconds(ranks: int, nbytes: float, network: Network, algorithm: st
 
 
 def allreduce_seconds(gpus: int, nbytes: float, network: Network, algorithm: str = "best") -> float:
-    """Seconds of an all-reduce of `nbytes`. "ring": 2 (G - 1) messages; "tree": 2 log2 G, pipelined; "best": the shorter.
+    """Seconds of an all-reduce of `nbytes`. "ring": 2 (G - 1) messages; "tree": 2 log2 G, pipelined; "best": of both.
 
     Both move 2 nbytes (G - 1) / G a GPU: the tree is NCCL's double binary one, at its asymptotic bandwidth.
     """

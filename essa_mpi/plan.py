@@ -11,86 +11,23 @@ from pathlib import Path
 
 from . import config as configuration
 from .config import Config, UserError
-from .files import refusals, write_json
-from .latency import (WORD, Network, allgather_seconds, allreduce_paper, best_theta, boundaries, essa_seconds, exchange_bytes,
-                      gradient_seconds, greatest_of, samples_below_which_essa_is_faster, tiles_of)
-from .spectrum import searched_values
+from .files import write_json
+from .latency import (WORD, Network, allgather_seconds, allreduce_paper, best_theta, boundaries, essa_seconds,
+                      exchange_bytes, gradient_seconds, greatest_of, break_even, tiles_of)
+from .sizes import Model
 
 STOPPED = 0.5           # efficiency below which it has stopped scaling
 CHEAP = 1.1             # by how much a larger population may lengthen a generation to count as nearly free
-STRAGGLING = 0.04       # where no run of two ranks says: GPUs of one kind vary by 8 % (arXiv 2208.11035), two such deviations
-KEYS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
+STRAGGLING = 0.04       # if no run of two ranks says: GPUs of one kind vary by 8 %, two deviations (arXiv 2208.11035)
 
 
 # -- what is known of the model and the machine ------------------------------------------------------
 
 @dataclass(frozen=True)
-class Model:
-    """A dense Llama- or Qwen-style decoder. Sizes in elements; weight_bytes as the engine reads them."""
-
-    parameters: int
-    weight_bytes: int
-    layers: int
-    hidden: int
-    attention: int      # heads x head size: what o_proj reads
-    key_values: int     # key-value heads x head size
-    vocabulary: int = 0
-
-    @classmethod
-    def of(cls, table: dict, weight_bytes: int = 0) -> "Model":
-        """From a config.json. weight_bytes 0: two (float32: four) bytes a parameter. Raises UserError if it is another kind."""
-        if missing := [key for key in KEYS if not isinstance(table.get(key), int)]:
-            raise UserError(f"config.json: {missing[0]} is missing; plan knows dense Llama- and Qwen-style models")
-        if any(table.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-            raise UserError(f"config.json: model_type = {table.get('model_type')!r} has experts; plan knows dense Llama- and "
-                            f"Qwen-style models")
-        h, layers, inner, heads, vocabulary = (table[key] for key in KEYS)
-        size = table.get("head_dim") or h // heads
-        q, kv = heads * size, (table.get("num_key_value_heads") or heads) * size
-        kind = table.get("model_type")
-        bias = q + 2 * kv if kind == "qwen2" or table.get("attention_bias") else 0
-        norms = 2 * h + (2 * size if kind == "qwen3" else 0)
-        parameters = (layers * (h * (q + 2 * kv) + q * h + 3 * h * inner + bias + norms) + h
-                      + h * vocabulary * (1 if table.get("tie_word_embeddings") else 2))
-        each = 4 if "float32" in (table.get("dtype"), table.get("torch_dtype")) else 2
-        return cls(parameters, weight_bytes or each * parameters, layers, h, q, kv, vocabulary)
-
-    @classmethod
-    def read(cls, folder) -> "Model":
-        """From a Hugging Face model folder; the weights' size from its files. Raises UserError."""
-        path = Path(folder) / "config.json"
-        with refusals(path, "read"):
-            text = path.read_text()
-            size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-        try:
-            table = json.loads(text)
-            if not isinstance(table, dict):
-                raise ValueError
-            return cls.of(table, size)
-        except ValueError:
-            raise UserError(f"{path} is not a JSON object; needs the config.json of a Hugging Face model") from None
-        except UserError as error:
-            raise UserError(f"model {folder}: {error}") from None
-
-    def adapter_parameters(self, rank: int) -> int:
-        """Of LoRA factors A (r x n) and B (m x r) on q, k, v and o of all layers."""
-        return self.layers * rank * (2 * (self.hidden + self.attention) + 2 * (self.hidden + self.key_values))
-
-    def dimension(self, rank: int, alpha: float = 1.0) -> int:
-        """D: layers x 4 projections x 2 factors x floor(alpha r) (paper, section 3)."""
-        return self.layers * 8 * searched_values(alpha, rank)
-
-    @property
-    def cache_bytes_a_token(self) -> int:
-        """Keys and values of one token, two bytes each."""
-        return 2 * 2 * self.layers * self.key_values
-
-
-@dataclass(frozen=True)
 class Measured:
     """What a run or the user says; seconds. None: not known, and left out."""
 
-    token: float                    # of one engine, a generated token, prompts and scoring included, under the run's load
+    token: float                    # of one engine, a generated token, prompts and scoring included, under its load
     tokens: float                   # of an answer, on average
     step: float | None = None       # the shortest decode step, with one sequence
     train: float | None = None      # of one trainer, a rollout's token, forward and backward
@@ -124,19 +61,24 @@ def read_run(path) -> Measured:
     notes = [] if skip else ["one generation only: its warm-up is in the times"]
     if not samples:
         rows = run.batch * (run.group if gradient else run.population * run.samples)
-        samples, notes = rows * len(part["tokens"]), notes + ["metrics.jsonl does not say how many completions: taken from the config"]
+        samples = rows * len(part["tokens"])
+        notes.append("metrics.jsonl does not say how many completions: taken from the config")
     load = samples / len(part["tokens"]) / ranks
     notes.append(f"measured with {load:.0f} answers a rank, at most {run.max_num_seqs} at once")
     wait = float(part["times/wait"].sum())
-    working = float((part["times/seconds"] - part["times/wait"] - part["times/allgather"]).sum())    # of rank 0, all told
+    working = float((part["times/seconds"] - part["times/wait"] - part["times/allgather"]).sum())    # of rank 0
     return Measured(
         token=busy * ranks / tokens, tokens=tokens / samples,
         train=float(part["times/train"].sum()) * ranks / tokens if gradient else None,
         update=None if gradient else float(part["times/update"].mean()),
         place=0.0 if gradient else float(part["times/place"].mean()) * ranks / run.population,
-        straggling=wait / working / greatest_of(ranks) if ranks > 1 and working > 0 else None, load=min(load, run.max_num_seqs),
-        source=f"{path} ({run.model}, {ranks} rank{'s' * (ranks > 1)} of {run.tensor_parallel} GPU{'s' * (run.tensor_parallel > 1)} "
-               f"or cores each)", notes=tuple(notes))
+        straggling=wait / working / greatest_of(ranks) if ranks > 1 and working > 0 else None,
+        load=min(load, run.max_num_seqs), notes=tuple(notes),
+        source=f"{path} ({run.model}; {_count(ranks, 'rank')}, {_count(run.tensor_parallel, 'GPU')} or cores each)")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _completions(metrics: Path, skip: int) -> int:
@@ -198,7 +140,8 @@ def generation(plan: Plan, gpus: int, population: int | None = None) -> dict:
              "stragglers": decoding * straggling * greatest_of(ranks), "place": candidates * measured.place,
              "all-gather": allgather_seconds(ranks, nbytes, plan.network), "update": measured.update or 0.0}
     return {"gpus": gpus, "ranks": ranks, "seconds": sum(terms.values()), "terms": terms, "bytes_sent_a_rank": nbytes,
-            "appendix_b_seconds": essa_seconds(population, batch, gpus, config.tensor_parallel, answer, plan.network.bandwidth),
+            "appendix_b_seconds": essa_seconds(population, batch, gpus, config.tensor_parallel, answer,
+                                               plan.network.bandwidth),
             "appendix_b_bytes_a_candidate": WORD, "limit": max(WHY, key=terms.get),
             "answers_a_rank": cells, "candidates_a_rank": candidates, "ranks_a_candidate": ranks / population}
 
@@ -208,7 +151,8 @@ def step(plan: Plan, gpus: int, nbytes: float) -> dict:
     config, measured = plan.config, plan.measured
     rollouts = config.batch * config.group
     eta_gen, eta_fb = measured.tokens * measured.token, measured.tokens * measured.train
-    bare = gradient_seconds(rollouts, gpus, plan.train_gpus, eta_fb, config.tensor_parallel, eta_gen, 0, plan.network.bandwidth)
+    bare = gradient_seconds(rollouts, gpus, plan.train_gpus, eta_fb, config.tensor_parallel, eta_gen, 0,
+                            plan.network.bandwidth)
     floor = max(0.0, config.max_tokens * (measured.step or 0.0) - bare)
     terms = {"work": bare, "longest answer": floor, "all-reduce": allreduce_paper(gpus, nbytes, plan.network.bandwidth)}
     return {"seconds": sum(terms.values()), "terms": terms, "bytes": nbytes,
@@ -222,7 +166,7 @@ def efficiency(first: dict, other: dict) -> float:
 
 
 def stops(plan: Plan, first: int) -> dict:
-    """The first GPU count, doubling from `first`, with an efficiency below STOPPED, and the term that is then largest."""
+    """The first GPU count, doubling from `first`, with an efficiency below STOPPED, and the term then largest."""
     begin = generation(plan, first)
     gpus = 2 * first
     while efficiency(begin, now := generation(plan, gpus)) >= STOPPED:
@@ -262,40 +206,40 @@ def study(plan: Plan, gpus: list[int]) -> dict:
                 start = rows[0]["grpo"][kind]["seconds"] * gpus[0] if rows else found["seconds"] * count
                 found["efficiency"] = start / (found["seconds"] * count)
             eta = measured.tokens * measured.train, config.tensor_parallel, measured.tokens * measured.token
-            row["theorem_b2"] = dict(zip(("samples", "as_printed"), samples_below_which_essa_is_faster(
+            row["theorem_b2"] = dict(zip(("samples", "as_printed"), break_even(
                 config.batch * config.group, count, plan.train_gpus, *eta, full, plan.network.bandwidth)))
         rows.append(row)
-    return {"model": {**vars(plan.model), "adapter_rank": plan.rank, "adapter_parameters": plan.model.adapter_parameters(plan.rank),
-                      "dimension": plan.dimension},
+    return {"model": {**vars(plan.model), "adapter_rank": plan.rank, "dimension": plan.dimension,
+                      "adapter_parameters": plan.model.adapter_parameters(plan.rank)},
             "population": config.population, "batch": config.batch, "rollouts": config.batch * config.group,
             "gpus_an_engine": config.tensor_parallel, "measured": {**vars(measured), "notes": list(measured.notes)},
             "network": vars(plan.network), "said": unknown(plan), "rows": rows, "stops": stops(plan, gpus[0])}
 
 
 def unknown(plan: Plan) -> list[str]:
-    """What was left out or assumed."""
+    """What was left out or assumed, a line each."""
     measured, found = plan.measured, list(plan.measured.notes)
     if measured.step is None:
         found.append("a decode step's least time is not known, so small shares look better than they are: give "
                      "--step-seconds or --memory-bandwidth")
     else:
         full = measured.step / measured.token
-        found.append(f"a decode step of {measured.step * 1e3:.3g} ms is full from {full:.0f} answers at once"
-                     + (f", which the run never had: a rank with more than its {measured.load:.0f} is faster than said here"
-                        if measured.load and full > measured.load else ""))
+        found.append(f"a decode step of {measured.step * 1e3:.3g} ms is full from {full:.0f} answers at once")
+        if measured.load and full > measured.load:
+            found[-1] += f", which the run never had: a rank with more than its {measured.load:.0f} is faster"
     if measured.straggling is None:
-        found.append(f"stragglers: a rank's time is taken to vary by {STRAGGLING:.0%} (GPUs of one kind vary by 8 %: arXiv "
-                     f"2208.11035); give --straggling")
-    elif plan.measured.source != "options":
-        found.append(f"stragglers: from the run's waits, uneven answers among them: {measured.straggling:.1%} of a rank's time, "
-                     f"taken to grow with the ranks as the greatest of so many normal numbers does")
+        found.append(f"stragglers: a rank's time is taken to vary by {STRAGGLING:.0%} (GPUs of one kind vary by 8 %: "
+                     f"arXiv 2208.11035); give --straggling")
+    elif measured.source != "options":
+        found.append(f"stragglers: from the run's waits, uneven answers among them: {measured.straggling:.1%} of a "
+                     f"rank's time, taken to grow with the ranks as the greatest of so many normal numbers does")
     if plan.config.validation_every:
         found.append("the mean's validation rows, held-out rows and checkpoints are not in it")
     if measured.update is None:
         found.append("the search's update is left out: give --update-seconds or --run")
     if plan.train_assumed:
-        found.append("grpo's training was not measured: a token is taken to cost 3 times a generated one (6 operations a "
-                     "parameter against 2); give --train-token-seconds, or --run of a grpo run")
+        found.append("grpo's training was not measured: a token is taken to cost 3 times a generated one (6 operations "
+                     "a parameter against 2); give --train-token-seconds, or --run of a grpo run")
     return found
 
 
@@ -319,10 +263,11 @@ def make_plan(config: Config, options) -> Plan:
              "train": options.train_token_seconds, "update": options.update_seconds, "straggling": options.straggling}
     measured = replace(measured, **{key: value for key, value in given.items() if value is not None})
     if measured.step is None and options.memory_bandwidth:
-        measured = replace(measured, step=model.weight_bytes / (config.tensor_parallel * options.memory_bandwidth * 1e9))
+        rate = config.tensor_parallel * options.memory_bandwidth * 1e9
+        measured = replace(measured, step=model.weight_bytes / rate)
     if measured.tokens > config.max_tokens:
-        raise UserError(f"plan: an answer of {measured.tokens:.0f} tokens on average; max_tokens = {config.max_tokens} is the "
-                        f"config's: raise it, or give --tokens")
+        raise UserError(f"plan: an answer of {measured.tokens:.0f} tokens on average, but the config has max_tokens = "
+                        f"{config.max_tokens}: raise it, or give --tokens")
     assumed = measured.train is None
     if assumed:
         measured = replace(measured, train=3 * measured.token)
@@ -338,41 +283,50 @@ def adapter_rank(config: Config) -> int:
         return config.rank
 
 
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Rows of as many cells as lines of text, each column as wide as it must be, to the right; the last to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  " + "  ".join([cell.rjust(width) for cell, width in zip(row[:-1], widths)] + [row[-1]]).rstrip() for row in rows]
+
+
 def table(found: dict) -> str:
     """The study in words and numbers."""
-    model, measured = found["model"], found["measured"]
-    lines = [f"{model['parameters'] / 1e9:.3g} G parameters, {model['weight_bytes'] / 1e9:.3g} GB, {model['layers']} layers; "
-             f"adapter of rank {model['adapter_rank']}: {model['adapter_parameters'] / 1e6:.3g} M parameters, D = {model['dimension']}",
-             f"population {found['population']} x batch {found['batch']}; {found['gpus_an_engine']} GPU"
-             f"{'s' * (found['gpus_an_engine'] > 1)} an engine; {measured['token'] * 1e3:.3g} ms a token, {measured['tokens']:.0f} "
-             f"tokens an answer, from {measured['source']}", "",
-             "ESSA, a generation", f"{'GPUs':>7} {'ranks':>7} {'minutes':>9} {'efficiency':>10} {'answers':>9} {'candidates':>10} "
-             f"{'ranks a':>9} {'bytes a':>8}  beyond the work mostly   what pays",
-             f"{'':>7} {'':>7} {'':>9} {'':>10} {'a rank':>9} {'a rank':>10} {'candidate':>9} {'rank':>8}"]
+    model, measured, end = found["model"], found["measured"], found["stops"]
+    rows = [["GPUs", "ranks", "minutes", "efficiency", "answers/rank", "candidates/rank", "ranks/candidate", "bytes/rank",
+             "most beyond work", "of all", "what pays"]]
     for row in found["rows"]:
         more = f" (up to {row['cheap_population']})" if row["cheap_population"] > found["population"] else ""
-        lines.append(f"{row['gpus']:>7} {row['ranks']:>7} {_minutes(row['seconds'])} {row['efficiency']:>10.2f} "
-                     f"{row['answers_a_rank']:>9.1f} {row['candidates_a_rank']:>10} {row['ranks_a_candidate']:>9.2f} "
-                     f"{row['bytes_sent_a_rank']:>8}  {row['limit']:<15}{row['terms'][row['limit']] / row['seconds']:>5.0%} of all   "
-                     f"{row['pays']}{more}")
-    end = found["stops"]
-    lines += ["", f"it scales to {end['last_good']} GPUs; on {end['gpus']} the efficiency is {end['efficiency']:.2f}, for the "
-              f"{end['limit']}: {end['why']}"]
+        rows.append([str(row["gpus"]), str(row["ranks"]), f"{row['seconds'] / 60:.3g}", f"{row['efficiency']:.2f}",
+                     f"{row['answers_a_rank']:.1f}", str(row["candidates_a_rank"]), f"{row['ranks_a_candidate']:.2f}",
+                     str(row["bytes_sent_a_rank"]), row["limit"], f"{row['terms'][row['limit']] / row['seconds']:.0%}",
+                     row["pays"] + more])
+    billions, gigabytes, millions = (f"{model[name] / unit:.3g}" for name, unit in (
+        ("parameters", 1e9), ("weight_bytes", 1e9), ("adapter_parameters", 1e6)))
+    lines = [f"{billions} G parameters, {gigabytes} GB, {model['layers']} layers; adapter of rank {model['adapter_rank']}: "
+             f"{millions} M parameters, D = {model['dimension']}",
+             f"{measured['token'] * 1e3:.3g} ms a token of an engine ({_count(found['gpus_an_engine'], 'GPU')}), "
+             f"{measured['tokens']:.0f} tokens an answer, from {measured['source']}", "",
+             f"ESSA, a generation of population {found['population']} x batch {found['batch']}", *aligned(rows), "",
+             f"it scales to {_count(end['last_good'], 'GPU')}; on {end['gpus']} the efficiency is "
+             f"{end['efficiency']:.2f}, for the {end['limit']}: {end['why']}"]
     if "grpo" in found["rows"][0]:
-        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts by appendix B with the best theta; ESSA's generation is shorter "
-                  f"below so many answers",
-                  f"{'':>7} {'adapter':>9} {'':>10} {'':>10} {'full weights':>13} {'':>10} {'':>10} {'answers, by':>13} {'by theorem':>11}",
-                  f"{'GPUs':>7} {'minutes':>9} {'efficiency':>10} {'all-reduce':>10} {'minutes':>13} {'efficiency':>10} {'all-reduce':>10} "
-                  f"{'its formulas':>13} {'B.2':>11}"]
-        for row in found["rows"]:
-            cells = [f"{_minutes(s['seconds'], width)} {s['efficiency']:>10.2f} {s['terms']['all-reduce'] / s['seconds']:>10.1%}"
-                     for s, width in ((row["grpo"]["adapter"], 9), (row["grpo"]["full"], 13))]
-            lines.append(f"{row['gpus']:>7} {' '.join(cells)} {row['theorem_b2']['samples']:>13.0f} {row['theorem_b2']['as_printed']:>11.0f}")
+        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts, by appendix B with the best theta; a generation of "
+                  f"ESSA is shorter if it has fewer answers than in the last columns", *aligned(_grpo(found))]
     return "\n".join(lines + [""] + [f"- {line}" for line in found["said"]])
 
 
-def _minutes(seconds: float, width: int = 9) -> str:
-    return f"{seconds / 60:>{width}.3g}"
+def _grpo(found: dict) -> list[list[str]]:
+    columns = ["minutes", "efficiency", "all-reduce"]
+    rows = [["GPUs", "adapter: " + columns[0], *columns[1:], "full weights: " + columns[0], *columns[1:],
+             "by its formulas", "theorem B.2 as printed", ""]]
+    for row in found["rows"]:
+        cells = [str(row["gpus"])]
+        for found_step in row["grpo"].values():
+            seconds = found_step["seconds"]
+            cells += [f"{seconds / 60:.3g}", f"{found_step['efficiency']:.2f}",
+                      f"{found_step['terms']['all-reduce'] / seconds:.1%}"]
+        rows.append(cells + [f"{row['theorem_b2'][name]:.0f}" for name in ("samples", "as_printed")] + [""])
+    return rows
 
 
 def plan(options) -> None:
@@ -380,7 +334,8 @@ def plan(options) -> None:
     config = configuration.load(options.config, options.overrides)
     few = [gpus for gpus in options.gpus if gpus % config.tensor_parallel]
     if few:
-        raise UserError(f"plan: --gpus {few[0]}: an engine takes tensor_parallel = {config.tensor_parallel} GPUs; give multiples of it")
+        raise UserError(f"plan: --gpus {few[0]}: an engine takes tensor_parallel = {config.tensor_parallel} GPUs; give "
+                        f"multiples of it")
     found = study(make_plan(config, options), options.gpus)
     if options.json:
         write_json(options.json, found)

@@ -1,4 +1,4 @@
-"""The latency model, `plan`, and the simulation of `benchmarks.scaling`: against numbers worked out by hand and limits."""
+"""The latency model, `plan`, and the simulation of `benchmarks.scaling`: against hand-worked numbers and limits."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from essa_mpi.cli import parser
 from essa_mpi.latency import Engine, Network
 from essa_mpi.world import Busy, TileScore, World, share
 
-SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 10, "model_type": "llama", "tie_word_embeddings": True}
+SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 10, "model_type": "llama", "tie_word_embeddings": True}
 QUIET = dict(update=0.0, place=0.0, straggling=0.0)
 
 
@@ -54,14 +54,14 @@ def test_no_other_theta_is_better(theta):
 
 
 def test_theorem_b2_is_where_the_two_formulas_meet():
-    batch, gpus, m_fb, eta_fb, m_gen, eta_gen, nbytes, bandwidth = 512, 16, 1, 3.0, 2, 0.5, 1e9, 1e9
-    samples, printed = latency.samples_below_which_essa_is_faster(batch, gpus, m_fb, eta_fb, m_gen, eta_gen, nbytes, bandwidth)
+    sizes = batch, gpus, m_fb, eta_fb, m_gen, eta_gen, nbytes, bandwidth = 512, 16, 1, 3.0, 2, 0.5, 1e9, 1e9
+    samples, printed = latency.break_even(*sizes)
     essa = latency.essa_seconds(samples, 1, gpus, m_gen, eta_gen, math.inf)
-    assert essa == pytest.approx(latency.gradient_seconds(batch, gpus, m_fb, eta_fb, m_gen, eta_gen, nbytes, bandwidth))
+    assert essa == pytest.approx(latency.gradient_seconds(*sizes))
     assert samples == 512 * (3 / 1 + 1) + 2 * 15 / 1
     assert printed == 512 * (3 / (16 * 0.5) + 1) + 15 / (16 * 0.5)
     # With what it takes for granted, m_gen = G and m_fb = 1, only the factor 2 of the all-reduce is between them.
-    a, b = (latency.samples_below_which_essa_is_faster(512, 16, 1, 3.0, 16, 0.5, n, 1e9) for n in (0.0, 1e9))
+    a, b = (latency.break_even(512, 16, 1, 3.0, 16, 0.5, n, 1e9) for n in (0.0, 1e9))
     assert a[0] == a[1] and b[0] - a[0] == pytest.approx(2 * (b[1] - a[1]))
 
 
@@ -89,7 +89,7 @@ def test_greatest_of_normal_numbers():
 
 # -- tiles -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ranks, population, batch", [(1, 3, 5), (2, 3, 5), (4, 3, 5), (7, 3, 5), (15, 3, 5), (40, 3, 5), (16, 128, 256),
+@pytest.mark.parametrize("ranks, population, batch", [*((ranks, 3, 5) for ranks in (1, 2, 4, 7, 15, 40)), (16, 128, 256),
                                                       (512, 128, 256), (1000, 96, 100)])
 def test_tiles_are_those_of_the_program(ranks, population, batch):
     cells = latency.boundaries(ranks, population, batch)
@@ -144,7 +144,8 @@ def test_decoding_lies_between_its_bounds_and_is_monotone():
     rng = np.random.default_rng(1)
     lengths, engine = rng.integers(1, 200, 100), Engine(0.01, 0.001, 16)
     seconds = latency._queued(lengths, engine)
-    assert lengths.sum() * engine.token <= seconds <= lengths.sum() * engine.token + lengths.sum() / 16 * engine.read + 200 * engine.read
+    arithmetic = lengths.sum() * engine.token
+    assert arithmetic <= seconds <= arithmetic + (lengths.sum() / 16 + 200) * engine.read
     assert latency._queued(np.append(lengths, 50), engine) >= seconds
     assert latency._queued(lengths + 1, engine) > seconds
     # Nothing but arithmetic: the order and the slots do not matter.
@@ -177,7 +178,8 @@ def test_terms_add_up_and_more_ranks_are_never_slower(generation):
 
 def test_stragglers_and_whole_candidates_cost(generation):
     setting = generation.Setting()
-    tiled, whole = (generation.simulate(setting, generation.Way(512, "constant", tiles), 3)["seconds"] for tiles in (True, False))
+    tiled, whole = (generation.simulate(setting, generation.Way(512, "constant", tiles), 3)["seconds"]
+                    for tiles in (True, False))
     assert whole > 3 * tiled        # 128 of 512 ranks have work
     calm = generation.simulate(generation.Setting(straggling=0.0), generation.Way(512), 3)
     assert calm["seconds"] < tiled and calm["terms"]["stragglers"] == 0
@@ -245,7 +247,8 @@ def test_benchmark_reports_both_models_with_and_without_tiles(quick):
     assert file.with_suffix(".png").stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("words, says", [(["--measured"], "--measured is not there yet"), (["--json", "/nowhere/f.json"], "does not exist"),
+@pytest.mark.parametrize("words, says", [(["--measured"], "--measured is not there yet"),
+                                         (["--json", "/nowhere/f.json"], "does not exist"),
                                          (["--generations", "0"], "allowed: an integer >= 1")])
 def test_benchmark_refuses_in_one_line(scaling, words, says, capsys):
     try:
@@ -273,8 +276,8 @@ def config(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(SMALL))
     file = tmp_path / "c.toml"
-    file.write_text(f'name = "x"\nmodel = "{tmp_path}/model"\nadapter = "{tmp_path}/none"\ntask = "rows.jsonl"\nrank = 2\n'
-                    f"population = 8\nbatch = 16\nmax_tokens = 100\n")
+    file.write_text(f'name = "x"\nmodel = "{tmp_path}/model"\nadapter = "{tmp_path}/none"\ntask = "rows.jsonl"\n'
+                    f"rank = 2\npopulation = 8\nbatch = 16\nmax_tokens = 100\n")
     return file
 
 
@@ -304,7 +307,8 @@ def test_model_is_what_transformers_says(real_model):
 
 def test_generation_by_hand(config):
     # 8 x 16 answers of 50 tokens of 10 ms: 64 s on one rank; a step of 0.02 s makes the longest answer 2 s.
-    p = planned(config, *MEASURED, "--straggling", "0", "--step-seconds", "0.02", "--update-seconds", "0.5", "--latency", "1e-9")
+    p = planned(config, *MEASURED, "--straggling", "0", "--step-seconds", "0.02", "--update-seconds", "0.5",
+                "--latency", "1e-9")
     one, many = plan.generation(p, 1), plan.generation(p, 64)
     assert one["seconds"] == pytest.approx(64.5) and one["limit"] == "update"
     assert many["terms"]["work"] == pytest.approx(1) and many["terms"]["longest answer"] == pytest.approx(1)
@@ -338,7 +342,8 @@ def test_ideal_machine_scales(config):
 
 
 def test_grpo_step_by_hand(config):
-    p = planned(config, *MEASURED, "--train-token-seconds", "0.03")     # 16 x 8 rollouts: 64 s to generate, 192 to train
+    # 16 x 8 rollouts: 64 s to generate, 192 to train.
+    p = planned(config, *MEASURED, "--train-token-seconds", "0.03")
     found = plan.step(p, 4, 1e9)
     assert found["terms"]["work"] == pytest.approx(64) and found["theta"] == 0.75
     assert found["terms"]["all-reduce"] == pytest.approx(2 * 1e9 * 3 / (4 * 25e9))
@@ -352,9 +357,10 @@ def test_measured_from_a_run(tmp_path, config):
     history = History(history_schema(8))
     for g in range(3):
         scale = 10.0 if g == 0 else 1.0      # warm-up
-        values = {name: np.zeros(shape, dtype) for name, (shape, dtype) in history_schema(8).items() if name != "generation"}
+        values = {name: np.zeros(*kind) for name, kind in history_schema(8).items() if name != "generation"}
         history.append(g, **{**values, "tokens": 128 * 20, "times/generate": 5.0 * scale, "times/score": 0.12 * scale,
-                             "times/wait": 0.256, "times/update": 0.3, "times/place": 0.4})
+                             "times/wait": 0.256,
+                             "times/seconds": 5.12 * scale + 0.256, "times/update": 0.3, "times/place": 0.4})
     history.write(folder.history, {"config": text, "ranks": 2})
     found = plan.read_run(folder.path)
     assert found.token == pytest.approx(5.12 * 2 / (128 * 20)) and found.tokens == 20
@@ -377,15 +383,15 @@ def test_refusals(config, words, says):
     assert says in refusal(plan.plan, options)
 
 
-@pytest.mark.parametrize("table, says", [("[1]", "not a JSON object"), ("{", "not a JSON object"), ("{}", "hidden_size is missing"),
-                                         (json.dumps({**SMALL, "num_experts": 8}), "has experts")])
+@pytest.mark.parametrize("table, says", [("[1]", "not a JSON object"), ("{", "not a JSON object"),
+                                         ("{}", "hidden_size is missing"), (json.dumps({**SMALL, "num_experts": 8}), "has experts")])
 def test_models_it_does_not_know(config, table, says):
     (config.parent / "model/config.json").write_text(table)
     assert says in refusal(planned, config, *MEASURED)
 
 
-@pytest.mark.parametrize("words", [["--gpus", "4,2"], ["--gpus", "a"], ["--gpus", "0"], ["--gpus", "1", "--latency", "0"],
-                                   ["--gpus", "1", "--straggling", "1"], []])
+@pytest.mark.parametrize("words", [["--gpus", "4,2"], ["--gpus", "a"], ["--gpus", "0"],
+                                   ["--gpus", "1", "--latency", "0"], ["--gpus", "1", "--straggling", "1"], []])
 def test_wrong_options_are_refused(config, words, capsys):
     with pytest.raises(SystemExit) as stop:
         parser().parse_args(["plan", str(config), *words])
@@ -394,13 +400,17 @@ def test_wrong_options_are_refused(config, words, capsys):
 
 def test_command_prints_a_table_and_writes_json(config, tmp_path):
     file = tmp_path / "plan.json"
-    done = subprocess.run([sys.executable, "-m", "essa_mpi", "plan", str(config), "--gpus", "1,4,64", *MEASURED, "--json", str(file),
-                           "--memory-bandwidth", "0.001"], cwd=ROOT, capture_output=True, text=True)
+    def run(*words):
+        return subprocess.run([sys.executable, "-m", "essa_mpi", "plan", str(config), "--gpus", "1,4,64", *words], cwd=ROOT,
+                              capture_output=True, text=True)
+
+    done = run(*MEASURED, "--json", str(file), "--memory-bandwidth", "0.001")
     assert done.returncode == 0 and not done.stderr, done.stderr
     found = json.loads(file.read_text())
     assert [row["gpus"] for row in found["rows"]] == [1, 4, 64] and found["rows"][0]["efficiency"] == 1
     for word in ("efficiency", "it scales to", "what pays", "theorem", "GRPO"):
         assert word in done.stdout
     assert not any(word in done.stdout for word in ("nan", "None"))
-    broken = subprocess.run([sys.executable, "-m", "essa_mpi", "plan", str(config), "--gpus", "1"], cwd=ROOT, capture_output=True, text=True)
-    assert broken.returncode == 2 and broken.stderr.count("\n") == 1 and broken.stderr.startswith("essa_mpi: plan: nothing is measured")
+    broken = run()
+    assert broken.returncode == 2 and broken.stderr.count("\n") == 1
+    assert broken.stderr.startswith("essa_mpi: plan: nothing is measured")
