@@ -76,14 +76,14 @@ def all_reduces(setting: Setting) -> list[dict]:
 
 def told(found: dict) -> None:
     rows = [["", f"on {FEW}", f"on {MANY}", "paper", "model / paper"]]
-    rows += [[f"{row['method']}, {row['model']}", f"{row['minutes_few']:.0f}", f"{row['minutes_many']:.1f}",
+    rows += [[f"{row['method']}, {row['model']}".ljust(40), f"{row['minutes_few']:.0f}", f"{row['minutes_many']:.1f}",
               f"{row['paper_many']:.0f}", f"{row['over_paper']:.2f}"] for row in found["fits"]]
     print(f"\nFig. 3, minutes to 0.835, models set to the paper at {FEW} GPUs", *aligned(rows), sep="\n")
     ratio = PAPER["GRPO"][MANY] / PAPER["ESSA"][MANY]
     print(f"  GRPO's minutes over ESSA's on {MANY}: the paper {ratio:.1f} (6 in its text), (b) engine "
           f"{found['ratio_engine']:.1f}, (b) best split {found['ratio_best']:.1f}")
-    print(f"  the paper's ESSA is {found['speedup_essa']:.0f} times as fast or more on {MANY // FEW} times the GPUs: more "
-          f"than linear, so no model of the same work gives it")
+    print(f"  the paper's ESSA is {found['speedup_essa']:.0f} times as fast or more on {MANY // FEW} times the GPUs: "
+          f"more than linear, so no model of the same work gives it")
     for row in found["explained"]:
         print(f"  appendix B would explain GRPO's {found['speedup_grpo']:.1f} by {row['number']:,.0f} all-reduces, "
               f"{row['all_reduce_of']}, of {row['seconds']:.3g} s")

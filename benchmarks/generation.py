@@ -182,7 +182,7 @@ def _busy(setting: Setting, way: Way, rng) -> tuple[np.ndarray, np.ndarray, np.n
     cells = boundaries(way.ranks, population, batch, way.tiles)
     counts = np.diff(cells)
     if way.cost == "constant":
-        sample = sample_seconds(setting) / way.tensor_parallel
+        sample = sample_seconds(setting, way.tensor_parallel)
         return counts * sample, np.full(way.ranks, population * batch * sample / way.ranks), cells
     engine, rows = setting.engine(way.tensor_parallel, way.with_cache), rng.standard_normal(batch)
     if way.rows_first:
@@ -215,10 +215,10 @@ def _engines(setting, engine: Engine, flat: np.ndarray, cells: np.ndarray):
     return decode_seconds(lengths, engine) + reading, (lengths.sum(axis=1) + counts * setting.prompt) * engine.token
 
 
-def sample_seconds(setting: Setting) -> float:
-    """Appendix B's eta: the seconds a sample of an engine on one GPU whose slots are all taken."""
-    engine = setting.engine()
-    return setting.prompt * engine.token + setting.mean_length * float(engine.step(engine.slots)) / engine.slots
+def sample_seconds(setting: Setting, tensor_parallel: int = 1) -> float:
+    """Appendix B's eta: the seconds a sample of an engine whose slots are all taken."""
+    engine = setting.engine(tensor_parallel)
+    return setting.prompt * (engine.token + engine.transfer) + setting.mean_length * float(engine.step(engine.slots)) / engine.slots
 
 
 def scaled(setting: Setting, population: int) -> Setting:

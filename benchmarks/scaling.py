@@ -11,8 +11,9 @@ The paper's Fig. 3 (arXiv 2507.04453): Qwen2.5-32B, population 128, batch 256, e
 each with tiles of candidates x rows as the program cuts them and without (a candidate stays on one rank), and with
 stragglers, the one all-gather, what a rank spends on reading it (measured here) and the search's update. Under (b) also
 the best split into candidates, rows and tensor parallelism, what larger populations cost, how the results change with
-the assumptions, and weak scaling: a candidate a rank. Collectives by the alpha-beta model: the all-gather by recursive doubling, Bruck and a ring, beside
-GRPO's all-reduce, of adapters (float32) and of full weights (bfloat16). And the models against the paper's numbers.
+the assumptions, and weak scaling: a candidate a rank. Collectives by the alpha-beta model: the all-gather by recursive
+doubling, Bruck and a ring, beside GRPO's all-reduce, of adapters (float32) and of full weights (bfloat16). And the
+models against the paper's numbers.
 
 What is assumed is printed and in the file. The update's seconds are those of benchmarks/results/search.json. A plot is
 written beside FILE. Two minutes on one core; --quick in seconds, coarser.
@@ -102,7 +103,8 @@ def weak(setting: Setting, ranks, generations: int, seed: int) -> list[dict]:
         first = None
         for count in ranks:
             grown = scaled(setting, count)
-            found = simulate(grown, way := Way(count, cost), generations if count < 10_000 else min(generations, 2), seed)
+            repeats = generations if count < 10_000 else min(generations, 2)
+            found = simulate(grown, way := Way(count, cost), repeats, seed)
             first = first or found["seconds"]
             rows.append(described(grown, way, found, "weak", efficiency=first / found["seconds"]))
     return rows

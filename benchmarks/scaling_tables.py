@@ -10,7 +10,7 @@ from .generation import TERMS, Setting
 
 def told(found: dict, setting: Setting) -> None:
     """All of it, printed."""
-    print("\nwhat a generation is made of", *aligned([[name.ljust(17), text] for name, text in TERMS.items()]), sep="\n")
+    _print("what a generation is made of", [[name.ljust(17), text] for name, text in TERMS.items()])
     rows = found["rows"]
     _strong("(a) constant seconds a sample", [row for row in rows if row["cost"] == "constant"])
     _strong("(b) an engine with continuous batching", [row for row in rows if row["cost"] == "engine"])
@@ -20,26 +20,30 @@ def told(found: dict, setting: Setting) -> None:
     _print("(b) best split, of tensor parallelism within a node and rows or candidates first", table)
     weak = {(row["cost"], row["ranks"]): row for row in rows if row["scaling"] == "weak"}
     table = [["ranks", "efficiency (a)", "(b)", "most beyond the work (b)"]]
-    table += [[str(ranks), f"{row['efficiency']:.3f}", f"{weak['engine', ranks]['efficiency']:.3f}", _limit(weak["engine", ranks])]
-              for (cost, ranks), row in weak.items() if cost == "constant"]
+    table += [[str(ranks), f"{weak['constant', ranks]['efficiency']:.3f}", f"{row['efficiency']:.3f}", _limit(row)]
+              for (cost, ranks), row in weak.items() if cost == "engine"]
     _print("weak scaling, a candidate a rank", table)
     table = [["GPUs", "population", "times as long"]]
-    table += [[str(row["gpus"]), str(row["population"]), f"{row['longer']:.2f}"] for row in rows if row["scaling"] == "population"]
+    table += [[str(row["gpus"]), str(row["population"]), f"{row['longer']:.2f}"]
+              for row in rows if row["scaling"] == "population"]
     _print("(b) larger populations on the same GPUs", table)
     if found["sensitivity"]:
         names = [name for name in found["sensitivity"][0] if name != "case"]
-        table = [["", *(name.replace("constant_", "(a) ").replace("engine_", "(b) ").replace("_", " on ") for name in names), ""]]
-        table += [[row["case"], *(f"{row[name]:.1f}" if "seconds" in name else f"{row[name]:.3f}" for name in names), ""]
-                  for row in found["sensitivity"]]
+        words = [name.replace("constant_", "(a) ").replace("engine_", "(b) ").replace("_", " on ") for name in names]
+        table = [["", *words, ""]]
+        for row in found["sensitivity"]:
+            numbers = [f"{row[name]:.1f}" if "seconds" in name else f"{row[name]:.3f}" for name in names]
+            table.append([row["case"].ljust(40), *numbers, ""])
         _print("seconds, and efficiencies on so many GPUs, under other assumptions", table)
     names = [f"{size}_{kind}" for size in ("7B", "32B", "72B") for kind in ("adapter", "full")]
     table = [["ranks", "bytes a rank", "all-gather: Bruck", "ring", "all-reduce: " + names[0].replace("_", " "),
               *(name.replace("_", " ") for name in names[1:])]]
-    table += [[str(row["ranks"]), str(row["bytes_a_rank"]), f"{row['allgather_bruck']:.1e}", f"{row['allgather_ring']:.1e}",
-               *(f"{row[f'allreduce_{name}']:.3g}" for name in names)] for row in found["collectives"]]
-    network = setting.network
-    _print(f"seconds by the alpha-beta model, {network.latency * 1e6:g} us and {network.bandwidth / 1e9:g} GB/s; adapters of rank "
-           f"{setting.rank}", table)
+    for row in found["collectives"]:
+        gathers = [f"{row[f'allgather_{name}']:.1e}" for name in ("bruck", "ring")]
+        table.append([str(row["ranks"]), str(row["bytes_a_rank"]), *gathers,
+                      *(f"{row[f'allreduce_{name}']:.3g}" for name in names)])
+    latency, bandwidth = setting.network.latency * 1e6, setting.network.bandwidth / 1e9
+    _print(f"seconds by the alpha-beta model, {latency:g} us and {bandwidth:g} GB/s; adapters of rank {setting.rank}", table)
     figure3.told(found["paper"])
 
 

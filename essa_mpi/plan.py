@@ -286,14 +286,15 @@ def adapter_rank(config: Config) -> int:
 def aligned(rows: list[list[str]]) -> list[str]:
     """Rows of as many cells as lines of text, each column as wide as it must be, to the right; the last to the left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  " + "  ".join([cell.rjust(width) for cell, width in zip(row[:-1], widths)] + [row[-1]]).rstrip() for row in rows]
+    return ["  " + "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths)), row[-1]]).rstrip()
+            for row in rows]
 
 
 def table(found: dict) -> str:
     """The study in words and numbers."""
     model, measured, end = found["model"], found["measured"], found["stops"]
-    rows = [["GPUs", "ranks", "minutes", "efficiency", "answers/rank", "candidates/rank", "ranks/candidate", "bytes/rank",
-             "most beyond work", "of all", "what pays"]]
+    rows = [["GPUs", "ranks", "minutes", "efficiency", "answers/rank", "candidates/rank", "ranks/candidate",
+             "bytes/rank", "most beyond work", "of all", "what pays"]]
     for row in found["rows"]:
         more = f" (up to {row['cheap_population']})" if row["cheap_population"] > found["population"] else ""
         rows.append([str(row["gpus"]), str(row["ranks"]), f"{row['seconds'] / 60:.3g}", f"{row['efficiency']:.2f}",
@@ -302,16 +303,16 @@ def table(found: dict) -> str:
                      row["pays"] + more])
     billions, gigabytes, millions = (f"{model[name] / unit:.3g}" for name, unit in (
         ("parameters", 1e9), ("weight_bytes", 1e9), ("adapter_parameters", 1e6)))
-    lines = [f"{billions} G parameters, {gigabytes} GB, {model['layers']} layers; adapter of rank {model['adapter_rank']}: "
-             f"{millions} M parameters, D = {model['dimension']}",
+    lines = [f"{billions} G parameters, {gigabytes} GB, {model['layers']} layers; adapter of rank "
+             f"{model['adapter_rank']}: {millions} M parameters, D = {model['dimension']}",
              f"{measured['token'] * 1e3:.3g} ms a token of an engine ({_count(found['gpus_an_engine'], 'GPU')}), "
              f"{measured['tokens']:.0f} tokens an answer, from {measured['source']}", "",
              f"ESSA, a generation of population {found['population']} x batch {found['batch']}", *aligned(rows), "",
              f"it scales to {_count(end['last_good'], 'GPU')}; on {end['gpus']} the efficiency is "
              f"{end['efficiency']:.2f}, for the {end['limit']}: {end['why']}"]
     if "grpo" in found["rows"][0]:
-        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts, by appendix B with the best theta; a generation of "
-                  f"ESSA is shorter if it has fewer answers than in the last columns", *aligned(_grpo(found))]
+        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts, by appendix B with the best theta; a generation "
+                  f"of ESSA is shorter if it has fewer answers than in the last columns", *aligned(_grpo(found))]
     return "\n".join(lines + [""] + [f"- {line}" for line in found["said"]])
 
 

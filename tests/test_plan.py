@@ -89,8 +89,9 @@ def test_greatest_of_normal_numbers():
 
 # -- tiles -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ranks, population, batch", [*((ranks, 3, 5) for ranks in (1, 2, 4, 7, 15, 40)), (16, 128, 256),
-                                                      (512, 128, 256), (1000, 96, 100)])
+@pytest.mark.parametrize("ranks, population, batch", [
+    (1, 3, 5), (2, 3, 5), (4, 3, 5), (7, 3, 5), (15, 3, 5), (40, 3, 5), (16, 128, 256), (512, 128, 256),
+    (1000, 96, 100)])
 def test_tiles_are_those_of_the_program(ranks, population, batch):
     cells = latency.boundaries(ranks, population, batch)
     seen = np.zeros((population, batch), int)
@@ -203,6 +204,15 @@ def test_every_answer_is_generated_once_however_it_is_cut(generation, monkeypatc
     monkeypatch.setattr(generation, "CHUNK", 50)      # the pieces that a large population is drawn in
     busy, _, cells = generation._busy(setting, generation.Way(6, "engine"), np.random.default_rng(3))
     assert (busy > 0).all() and np.diff(cells).sum() == 120
+
+
+def test_constant_cost_is_that_of_an_engine_with_full_slots(generation):
+    """(a) and (b) agree where (b) has nothing to lose: answers of one length, in whole waves of full slots."""
+    setting = generation.Setting(deviation=1e-12, network=Network(0.0, math.inf), **QUIET)
+    for parallel in (1, 2):
+        a, b = (generation.simulate(setting, generation.Way(16, cost, tensor_parallel=parallel), 1)["seconds"]
+                for cost in ("constant", "engine"))
+        assert a == pytest.approx(b, rel=1e-3)
 
 
 def test_models_are_those_of_their_names(generation):
@@ -384,7 +394,8 @@ def test_refusals(config, words, says):
 
 
 @pytest.mark.parametrize("table, says", [("[1]", "not a JSON object"), ("{", "not a JSON object"),
-                                         ("{}", "hidden_size is missing"), (json.dumps({**SMALL, "num_experts": 8}), "has experts")])
+                                         ("{}", "hidden_size is missing"),
+                                         (json.dumps({**SMALL, "num_experts": 8}), "has experts")])
 def test_models_it_does_not_know(config, table, says):
     (config.parent / "model/config.json").write_text(table)
     assert says in refusal(planned, config, *MEASURED)
@@ -401,8 +412,8 @@ def test_wrong_options_are_refused(config, words, capsys):
 def test_command_prints_a_table_and_writes_json(config, tmp_path):
     file = tmp_path / "plan.json"
     def run(*words):
-        return subprocess.run([sys.executable, "-m", "essa_mpi", "plan", str(config), "--gpus", "1,4,64", *words], cwd=ROOT,
-                              capture_output=True, text=True)
+        command = [sys.executable, "-m", "essa_mpi", "plan", str(config), "--gpus", "1,4,64", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
     done = run(*MEASURED, "--json", str(file), "--memory-bandwidth", "0.001")
     assert done.returncode == 0 and not done.stderr, done.stderr
