@@ -78,7 +78,7 @@ def plot(path: Path, rows: list[dict], gathers: list[dict], setting: Setting, ba
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as pyplot
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.6))
     for cost, name in (("constant", "(a) constant seconds a sample"), ("engine", "(b) engine")):
         for tiles, style in ((True, "-o"), (False, ":")):
             line = [row for row in rows if (row["scaling"], row["cost"], row["tiles"]) == ("strong", cost, tiles)]
@@ -100,8 +100,8 @@ def plot(path: Path, rows: list[dict], gathers: list[dict], setting: Setting, ba
         axes.grid(alpha=0.3)
     left.set_xticks([16, 128, 1024, 8192, 65536], ["16", "128", "1024", "8192", "65536"])
     left.minorticks_off()
-    left.legend(fontsize=7, loc="upper right")
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in (left, right):
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

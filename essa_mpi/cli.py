@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
             ("token-seconds", "S", "instead: seconds of an engine a generated token, with all its slots taken"),
             ("tokens", "N", "instead: tokens of an answer, on average"),
             ("step-seconds", "S", "the shortest decode step, with one sequence"),
-            ("memory-bandwidth", "GB/S", "of a GPU: a decode step takes at least as long as reading the weights"),
+            ("memory-bandwidth", "GB/S", "of a GPU, as reached: a decode step takes as long as reading the weights, or longer"),
             ("train-token-seconds", "S", "of a trainer, a token of a rollout, both passes; default 3 x token-seconds"),
             ("update-seconds", "S", "of the search's update"),
             ("straggling", "SHARE", "deviation of a rank's time for the same work, as a share of it")):

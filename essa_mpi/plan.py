@@ -111,7 +111,8 @@ class Plan:
 
 WHY = {     # a term of a generation but the work, and what it means that it is the largest
     "rounding": "a rank's share is a whole number of answers",
-    "longest answer": "the weights are read once a token of the longest answer, for however few answers a rank has",
+    "longest answer": "the weights are read once a token of the longest answer, for however few answers a rank has; more "
+                      "GPUs an engine (tensor_parallel) read them faster",
     "stragglers": "the slowest of the ranks ends the generation",
     "place": "candidates are placed one after another",
     "all-gather": "messages between the ranks",
@@ -311,8 +312,8 @@ def table(found: dict) -> str:
              f"it scales to {_count(end['last_good'], 'GPU')}; on {end['gpus']} the efficiency is "
              f"{end['efficiency']:.2f}, for the {end['limit']}: {end['why']}"]
     if "grpo" in found["rows"][0]:
-        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts, by appendix B with the best theta; a generation "
-                  f"of ESSA is shorter if it has fewer answers than in the last columns", *aligned(_grpo(found))]
+        lines += ["", f"GRPO, a step of {found['rollouts']} rollouts, by appendix B with the best theta and no shorter than the "
+                  f"longest answer; a generation of ESSA is shorter below so many answers as in the last columns", *aligned(_grpo(found))]
     return "\n".join(lines + [""] + [f"- {line}" for line in found["said"]])
 
 
