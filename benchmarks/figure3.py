@@ -19,7 +19,8 @@ ROLLOUTS, GROUP = 512, 8        # the paper's global batch; how many of them are
 def grpo_seconds(setting: Setting, gpus: int, splits, generations: int, seed: int) -> tuple[float, int]:
     """(seconds, GPUs an engine) of a step: (b) for the rollouts, 6 operations a parameter and token for training.
 
-    Rollouts and training take turns on all GPUs, which is as fast as the best theta; the all-reduce is the adapter's.
+    6: forward, activations computed again, their gradient; the base's weights have none. Rollouts and training take
+    turns on all GPUs, which is as fast as the best theta; the all-reduce is the adapter's.
     """
     rollouts = replace(setting, population=GROUP, batch=ROLLOUTS // GROUP, update=0.0, place=0.0)
     model, gpu = qwen(setting.size), setting.gpu

@@ -61,7 +61,7 @@ class Network:
     """latency: seconds a message, L + 2 o; bandwidth: bytes/s of a rank.
 
     Defaults: L 1.7 us, o 0.4 us; 25 GB/s is one link of 200 Gbit/s. An 8-byte all-gather of 16 ranks on 4 nodes
-    was measured at 10.62 us (OLCF's guide to OSU's benchmarks); Bruck with these numbers says 10.0.
+    was measured at 10.62 us (a user guide of OLCF); Bruck with these numbers says 10.0.
     """
 
     latency: float = 2.5e-6
@@ -113,7 +113,7 @@ def exchange_bytes(ranks: int, population: int, batch: int) -> int:
 
 
 def greatest_of(count: int) -> float:
-    """The expected greatest of `count` standard normal numbers (Blom, 1958: within 0.02); about sqrt(2 ln count)."""
+    """The expected greatest of `count` standard normal numbers (Blom, 1958: within 0.03); about sqrt(2 ln count)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
