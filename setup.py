@@ -1,4 +1,5 @@
-"""The package and its extras: `pip install -e .[cpu]`, `[gpu]`, `[mpich]`, `[quickstart]`, `[trackers]`, `[test]`.
+"""The package and its extras: `pip install -e .[cpu]`, `[gpu]`, `[mpich]`, `[quickstart]`, `[trackers]`, `[plots]`,
+`[test]`.
 
 jobs/setup.sh does this and mends what pip cannot express; read there before installing by hand.
 """
@@ -47,7 +48,7 @@ setup(
         "mpich": ["mpich==5.0.2"],      # an MPI from pip, for machines that have none
         "quickstart": ["gguf>=0.19"],   # jobs/prepare_model.py reads the model from a GGUF file
         "trackers": ["tensorboard", "wandb"],
-        "plots": ["matplotlib"],        # of benchmarks
+        "plots": ["matplotlib"],        # the pictures of benchmarks/
         "test": [
             "pytest>=9",                # faulthandler_exit_on_timeout
             "pytest-mpi==0.6",          # not mpi-pytest, which installs the same import name
@@ -55,6 +56,7 @@ setup(
             "cmaes==0.13.1",
             "trl==1.16.0",              # the losses are held against it
             "scipy",
+            "matplotlib",
             "tensorboard",              # what trackers write is read back
             "wandb",
         ],
