@@ -69,6 +69,24 @@ def parser() -> argparse.ArgumentParser:
                           help="w8a8: int8 weights and activations; w4a16: int4 weights")
     quantise.add_argument("--group-size", type=int, metavar="N",
                           help="w4a16: inputs that share a scale; the largest of 128, 64, 32 that fits")
+    plan = command("plan", "how long a generation takes on how many GPUs, and where that stops scaling", config=True)
+    plan.add_argument("--gpus", type=_counts, required=True, metavar="N,N,...",
+                      help="e.g. 16,32,64,128: efficiency is against the first")
+    plan.add_argument("--run", metavar="RUN", help="a run folder whose measured times and tokens are taken")
+    for name, unit, text in (
+            ("token-seconds", "S", "instead: seconds of an engine a generated token, with all its slots taken"),
+            ("tokens", "N", "instead: tokens of an answer, on average"),
+            ("step-seconds", "S", "the shortest decode step, with one sequence"),
+            ("memory-bandwidth", "GB/S", "of a GPU, as reached: a decode step takes as long as reading the weights, or longer"),
+            ("train-token-seconds", "S", "of a trainer, a token of a rollout, both passes; default 3 x token-seconds"),
+            ("update-seconds", "S", "of the search's update"),
+            ("straggling", "SHARE", "deviation of a rank's time for the same work, as a share of it")):
+        plan.add_argument(f"--{name}", type=_share if name == "straggling" else _above_zero, metavar=unit, help=text)
+    plan.add_argument("--train-gpus", type=_count, metavar="N", help="GPUs a trainer; default tensor_parallel")
+    for name, default, unit, text in (("bandwidth", 25.0, "GB/S", "of the network, a rank; default 25"),
+                                      ("latency", 2.5, "US", "microseconds a message; default 2.5")):
+        plan.add_argument(f"--{name}", type=_above_zero, default=default, metavar=unit, help=text)
+    plan.add_argument("--json", metavar="FILE", help="write everything here too")
     doctor = command("doctor", "what is installed, which MPI and GPUs, what would be bound where")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="check this config's run too")
     overridable(doctor, "override a key of the config; repeatable")
@@ -91,6 +109,31 @@ def _finite(text: str) -> float:
     return value
 
 
+def _above_zero(text: str) -> float:
+    value = _finite(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: needs a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _finite(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: needs a number from 0 to below 1")
+    return value
+
+
+def _counts(text: str) -> list[int]:
+    """16,32,64: whole numbers, each larger than the one before."""
+    parts = text.split(",")
+    if not all(part.isdigit() and 1 <= int(part) <= 10**6 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: needs whole numbers from 1 to 1000000 with commas between: 16,32,64")
+    counts = [int(part) for part in parts]
+    if any(a >= b for a, b in zip(counts, counts[1:])):
+        raise argparse.ArgumentTypeError(f"{text}: needs the numbers in rising order")
+    return counts
+
+
 def _temperature(text: str) -> float:
     value = _finite(text)
     if value <= 0:
@@ -106,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     try:
         {"sft": _sft, "run": _run, "grpo": _grpo, "eval": _eval, "export": _export, "show": _show, "quantise": _quantise,
-         "doctor": _doctor}[args.command](args)
+         "plan": _plan, "doctor": _doctor}[args.command](args)
     except UserError as error:
         from .seat import launcher_rank
         if launcher_rank() == 0:     # before MPI is up every process fails alike: one speaks
@@ -196,6 +239,11 @@ def _show(args) -> None:
 def _quantise(args) -> None:
     from .quantise import quantise
     print(quantise(args.model, args.out, args.scheme, args.group_size))
+
+
+def _plan(args) -> None:
+    from .plan import plan
+    plan(args)
 
 
 def _doctor(args) -> None:
