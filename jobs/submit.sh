@@ -35,6 +35,7 @@ case $script in
     *) stop "$script: not .sbatch, .pbs, .bsub or .flux" ;;
 esac
 submit+=(${options[@]+"${options[@]}"})
+# shellcheck disable=SC2034     # passed on
 printf -v ESSA_MPI_SUBMIT '%q ' "${submit[@]}"
 
 # shellcheck source=jobs/cluster/pass_on.sh

@@ -25,19 +25,8 @@ config=${arguments[0]}
 # shellcheck source=jobs/cluster/pass_on.sh
 . "$home/jobs/cluster/pass_on.sh"
 
-# setting KEY: a string of the config, or of --set KEY=... after it.
-setting() {
-    local value argument
-    value=$(sed -n "s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*[\"']\([^\"']*\)[\"'].*/\1/p" "$config" | tail -n 1)
-    for argument in "${arguments[@]}"; do
-        case $argument in
-            "$1="*) value=${argument#*=} ;;
-            "--set=$1="*) value=${argument#--set="$1="} ;;
-        esac
-    done
-    value=${value#[\"\']}
-    echo "${value%[\"\']}"
-}
+# shellcheck source=jobs/cluster/settings.sh
+. "$home/jobs/cluster/settings.sh"
 run_name=$(setting name)
 [ -n "$run_name" ] || stop "$config names no run: it has no line name = \"...\""
 
@@ -62,8 +51,10 @@ export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-0}
 # ranks as soon as the first leaves with $CHECKPOINTED, and the job would pass for failed; wait ends a step 60
 # seconds after its first rank has gone, however it went. From Slurm 22.05 on srun does not look at sbatch's
 # --cpus-per-task; it does at this variable (https://slurm.schedmd.com/srun.html).
+# shellcheck disable=SC2034     # used by the scripts
 slurm_step=(srun --kill-on-bad-exit=0 --wait=60)
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# shellcheck disable=SC2034
 slurm_node=(srun --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-1}")
 
 # The path of a staged model goes into the run's config, and --resume asks for the same config: so the run sees a link

@@ -6,6 +6,7 @@
 # PBS refuses to pass on a variable that is not set.
 pass_on() {
     local name
+    # shellcheck disable=SC2154
     printf -v ESSA_MPI_JOB '%q ' "${arguments[@]}"
     passed_on=ESSA_MPI_JOB
     export ESSA_MPI_JOB
