@@ -29,7 +29,7 @@ done
 [ $# -gt 0 ] || { echo "profile_nsys: no command to profile" >&2; exit 2; }
 [[ $ranks =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || { echo "profile_nsys: --ranks $ranks: 0,3 or all" >&2; exit 2; }
 
-rank=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${PMI_RANK:-${SLURM_PROCID:-${PALS_RANKID:-${FLUX_TASK_RANK:-0}}}}}}
+rank=${OMPI_COMM_WORLD_RANK:-${PALS_RANKID:-${PMIX_RANK:-${PMI_RANK:-${FLUX_TASK_RANK:-${SLURM_PROCID:-0}}}}}}
 case ,$ranks, in
     ,all,|*,"$rank",*) ;;
     *) exec "$@" ;;

@@ -51,6 +51,7 @@ intact() {      # is the copy that is there MODEL's, and as it was written?
     [ "$(sed -n 's/^# //p' "$copy/$list")" = "$(files "$model")" ] || { say "the copy is of another state of $model"; return 1; }
     [ "$(files "$copy" | cut -d ' ' -f 1,3-)" = "$(files "$model" | cut -d ' ' -f 1,3-)" ] ||
         { say "the copy's files are not $model's"; return 1; }
+    # shellcheck disable=SC2016
     (cd "$copy" && sed -n '/^[^#]/p' "$list" | tr '\n' '\0' |
         xargs -0 -n 1 -P "$streams" sh -c 'printf "%s\n" "$0" | sha256sum --quiet --status -c -') ||
         { say "the copy is damaged"; return 1; }
@@ -72,6 +73,7 @@ if ! intact; then
     trap 'rm -rf "$partial"' EXIT
     export model partial
     export -f copy_file
+    # shellcheck disable=SC2016
     cut -d ' ' -f 3- <<< "$wanted" | tr '\n' '\0' |
         xargs -0 -n 1 -P "$streams" bash -c 'set -euo pipefail; copy_file "$0"' > "$partial/$list.sums" ||
         stop "could not copy $model to $root (above: why); nothing is left of it"

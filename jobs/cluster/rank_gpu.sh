@@ -18,7 +18,9 @@ while :; do
     shift
 done
 gpus=$1; shift
-rank=${SLURM_LOCALID:-${PALS_LOCAL_RANKID:-${PMI_LOCAL_RANK:-${FLUX_TASK_LOCAL_ID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-}}}}}}
+# Slurm's last: the batch script has it too, and an mpirun within hands it to all its ranks.
+rank=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PALS_LOCAL_RANKID:-${PMI_LOCAL_RANK:-}}}}
+rank=${rank:-${FLUX_TASK_LOCAL_ID:-${SLURM_LOCALID:-}}}
 [ -n "$rank" ] || { echo "rank_gpu.sh: no launcher's variable tells this rank's number on its node" >&2; exit 1; }
 # Two engines on one GPU run out of memory minutes later, with a message that hides why.
 [ "$rank" -lt "$gpus" ] || { echo "rank_gpu.sh: rank $rank of a node with $gpus GPUs: start $gpus ranks a node" >&2; exit 1; }

@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2154     # run_name, passed_on: common.sh's; script: the job script's
+#
 # Sourced by common.sh: runs the ranks, tells them when the time is nearly over, and gives the job back to the
 # queue if the run wants to go on.
 #
@@ -6,8 +8,6 @@
 #   0                done
 #   $CHECKPOINTED    it has checkpointed and wants to go on: after SIGUSR1, or at the end of its time budget
 #   anything else    it failed: the job ends with that code, and nothing is requeued
-# shellcheck disable=SC2154     # run_name, passed_on: common.sh's; script: the job script's
-#
 CHECKPOINTED=75     # EX_TEMPFAIL of sysexits.h; the one place in jobs/ that has it
 
 # Two ends to a chain of jobs that would otherwise go round for ever.
