@@ -8,8 +8,8 @@
 #   --dry-run            shows what it would submit
 #
 # Each run has a name of its own, NAME-nodes4-repeat0. runs/NAME-scaling.csv gets a line for each with the job and the
-# run; the measured columns are empty, to be filled from runs/*/metrics.jsonl when the jobs are done. Take no numbers from
-# the first generation: it compiles and fills caches.
+# run; the measured columns are empty, to be filled from runs/*/metrics.jsonl when the jobs are done. Take no numbers
+# from the first generation: it compiles and fills caches.
 set -euo pipefail
 
 stop() { echo "scaling_sweep: $*" >&2; exit 2; }
@@ -58,7 +58,8 @@ fi
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for nodes in ${counts//,/ }; do
         run=$name-nodes$nodes-repeat$repeat
-        submit=(bash "$jobs/submit.sh" "$script" --nodes "$nodes" ${options[@]+"${options[@]}"} -- "${arguments[@]}" --set "name=$run")
+        submit=(bash "$jobs/submit.sh" "$script" --nodes "$nodes" ${options[@]+"${options[@]}"}
+            -- "${arguments[@]}" --set "name=$run")
         if [ -n "$dry" ]; then
             printf '%q ' "${submit[@]}"; echo
             continue

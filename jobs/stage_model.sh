@@ -48,7 +48,8 @@ copy_file() {   # of $model to $partial; prints its line of the list
 
 intact() {      # is the copy that is there MODEL's, and as it was written?
     [ -f "$copy/$list" ] || return 1
-    [ "$(sed -n 's/^# //p' "$copy/$list")" = "$(files "$model")" ] || { say "the copy is of another state of $model"; return 1; }
+    [ "$(sed -n 's/^# //p' "$copy/$list")" = "$(files "$model")" ] ||
+        { say "the copy is of another state of $model"; return 1; }
     [ "$(files "$copy" | cut -d ' ' -f 1,3-)" = "$(files "$model" | cut -d ' ' -f 1,3-)" ] ||
         { say "the copy's files are not $model's"; return 1; }
     # shellcheck disable=SC2016

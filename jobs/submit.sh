@@ -8,7 +8,9 @@
 # A job that wants to go on at the end of its time is submitted again with the same options.
 set -euo pipefail
 
-[ "${1:-}" != -h ] && [ "${1:-}" != --help ] || { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit; }
+case ${1:-} in
+    -h|--help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
+esac
 stop() { echo "submit: $*" >&2; exit 2; }
 [ $# -gt 0 ] && [ -f "$1" ] || stop "needs a job script, one of jobs/{slurm,pbs,lsf,flux}"
 script=$1; shift

