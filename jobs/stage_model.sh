@@ -17,6 +17,9 @@ set -euo pipefail
 say() { echo "stage_model: $(hostname): $*" >&2; }
 stop() { say "$@"; exit 1; }
 
+# Some schedulers send their warning to every process of a job; a copy that is under way is finished.
+trap '' USR1
+
 link=""
 case ${1:-} in
     -h|--help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
@@ -28,6 +31,7 @@ model=$(realpath "$1")
 root=${2:-${TMPDIR:-/tmp}}/essa_mpi-$(id -u)-models
 streams=${STAGE_STREAMS:-4}
 mkdir -p "$root"
+[ -O "$root" ] || stop "$root belongs to somebody else; name another FOLDER"
 # Two models may have the same name in different places.
 name=$(basename "$model")-$(printf %s "$model" | sha256sum | cut -c 1-12)
 copy=$root/$name
@@ -87,6 +91,7 @@ if ! intact; then
 fi
 if [ -n "$link" ]; then
     mkdir -p "$(dirname "$link")"
+    [ -O "$(dirname "$link")" ] || stop "$(dirname "$link") belongs to somebody else; name another --link"
     ln -sfn "$copy" "$link.$$"
     mv -T "$link.$$" "$link"        # at once: a rank may be looking
 fi

@@ -112,12 +112,14 @@ class Cluster:
         self._executable("python", PROGRAM.format(python=sys.executable))
         self.stub("nsys", 'while [ "$1" != python ]; do echo "$1" >> "$0.called"; shift; done; exec "$@"')
         (folder / "nodes").write_text("node1\nnode1\nnode2\n")
-        drop = ("SLURM", "PBS", "LSB", "FLUX", "ESSA_MPI", "CUDA", "ROCR", "HIP", "TMPDIR", "OMPI", "PMI", "PALS", "MPI")
+        drop = ("SLURM", "PBS", "LSB", "FLUX", "ESSA_MPI", "CUDA", "ROCR", "HIP", "TMPDIR", "OMPI", "PMI", "PALS",
+                "MPI", "PRTE")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)} | {
             "PATH": f"{stubs}:{os.environ['PATH']}", "USER": "me", "STAGE_TO": ""}
         # What a scheduler's batch script finds in its environment.
         self.in_job = {
-            ".sbatch": {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"},
+            ".sbatch": {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "4",
+                        "SLURM_CPUS_PER_TASK": "8"},
             ".pbs": {"PBS_JOBID": "77.polaris", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes")},
             ".bsub": {"LSB_JOBID": "77", "LSB_DJOB_HOSTFILE": str(folder / "nodes")},
             ".flux": {"FLUX_URI": "local:///run/flux", "FLUX_JOB_ID": "f77"}}
@@ -226,7 +228,7 @@ def test_readme_has_every_script_and_claims_no_hardware():
     for path in SCRIPTS:
         assert path.name in text, path
     for name in job_names + ["apptainer/essa_mpi.def"]:
-        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+        row = [line for line in text.splitlines() if line.startswith(f"| `{name}`")][-1]
         assert row.rstrip().endswith("| no |"), row
 
 
@@ -247,7 +249,7 @@ def test_runs_the_program_on_every_gpu(cluster, name):
         assert call["name"] not in ("sbatch", "qsub", "bsub", "scontrol"), call     # it ended with 0
     assert not list(cluster.folder.glob("runs/.jobs/*"))
     if name.endswith(".sbatch"):
-        assert {"--kill-on-bad-exit=0", "--wait=60"} <= set(argv)
+        assert {"--kill-on-bad-exit=0", "--wait=60", "--ntasks=8"} <= set(argv)
         assert launches[0]["env"]["SRUN_CPUS_PER_TASK"] == "8"
 
 
@@ -277,6 +279,13 @@ def test_gpus_and_cores(cluster):
         assert seen == gpus, name
         launch = next(c for c in cluster.calls(LAUNCHER[Path(name).suffix]) if "essa_mpi" in c["argv"])
         assert options in " ".join(launch["argv"]), name
+
+
+def test_flux_with_nvidia(cluster):
+    cluster.job("flux/generic.flux", AMD="no", GPUS_PER_NODE="8")
+    [program] = cluster.calls("python")
+    assert {k: v for k, v in program["env"].items() if k.endswith("VISIBLE_DEVICES")} == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert "--tasks-per-node=8" in next(c["argv"] for c in cluster.calls("flux") if c["argv"][0] == "run")
 
 
 @pytest.mark.parametrize("arguments, rank, seen", [

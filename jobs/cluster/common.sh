@@ -32,7 +32,9 @@ run_name=$(setting name)
 
 if [ -n "${ESSA_MPI_CONTAINER:-}" ]; then
     # The launcher is outside and starts a container a rank; MPI inside must be of the launcher's family.
-    python=(apptainer exec "${container_gpu:---nv}" ${STAGE_TO:+--bind "$STAGE_TO"} "$ESSA_MPI_CONTAINER" python)
+    runtime=apptainer
+    command -v apptainer > /dev/null || runtime=singularity
+    python=("$runtime" exec "${container_gpu:---nv}" ${STAGE_TO:+--bind "$STAGE_TO"} "$ESSA_MPI_CONTAINER" python)
 else
     python=(python)
     if [ -f "$home/.venv/bin/activate" ]; then
@@ -49,10 +51,12 @@ export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-0}
 
 # srun's own step options, the same everywhere. kill-on-bad-exit, the default of some sites, would kill the other
 # ranks as soon as the first leaves with $CHECKPOINTED, and the job would pass for failed; wait ends a step 60
-# seconds after its first rank has gone, however it went. From Slurm 22.05 on srun does not look at sbatch's
+# seconds after its first rank has gone, however it went. The number of tasks is said once more, since --gpus-per-task
+# asks for it. From Slurm 22.05 on srun does not look at sbatch's
 # --cpus-per-task; it does at this variable (https://slurm.schedmd.com/srun.html).
 # shellcheck disable=SC2034     # used by the scripts
-slurm_step=(srun --kill-on-bad-exit=0 --wait=60)
+slurm_step=(srun --kill-on-bad-exit=0 --wait=60
+    ${SLURM_NTASKS_PER_NODE:+--ntasks=$((SLURM_NTASKS_PER_NODE * SLURM_JOB_NUM_NODES))})
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # shellcheck disable=SC2034
 slurm_node=(srun --ntasks-per-node=1 --ntasks="${SLURM_JOB_NUM_NODES:-1}")
