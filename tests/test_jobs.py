@@ -49,6 +49,8 @@ if name in ("scontrol", "qsub"):
     sys.exit(int(os.environ.get("TEST_REQUEUE_CODE", "0")))
 if name == "flux" and arguments[:2] == ["getattr", "parent-uri"]:
     print("local:///run/parent")
+if name == "flux" and arguments[:2] == ["getattr", "jobid"]:
+    print("f77")
 if name == "flux" and arguments[:2] == ["resource", "list"]:
     print(2)
 if name == "flux" and arguments[:1] == ["batch"]:
@@ -122,7 +124,7 @@ class Cluster:
                         "SLURM_CPUS_PER_TASK": "8"},
             ".pbs": {"PBS_JOBID": "77.polaris", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes")},
             ".bsub": {"LSB_JOBID": "77", "LSB_DJOB_HOSTFILE": str(folder / "nodes")},
-            ".flux": {"FLUX_URI": "local:///run/flux", "FLUX_JOB_ID": "f77"}}
+            ".flux": {"FLUX_URI": "local:///run/flux"}}
 
     def _executable(self, name: str, text: str) -> None:
         (self.folder / "bin" / name).write_text(text)
@@ -431,16 +433,18 @@ def test_others_submit_themselves_again(cluster, name, argv):
     cluster.run("bash", "jobs/submit.sh", f"jobs/{name}", "--nodes", "4", "-q", "prod", "--",
                 "config.toml", "--set", "a=b c")
     first = cluster.calls()[0]["env"]
+    assert "ESSA_MPI_CHAIN" not in first
     cluster.job(name, "config.toml", "--set", "a=b c", ESSA_MPI_SUBMIT=first["ESSA_MPI_SUBMIT"])
     again = [c for c in cluster.calls(SUBMITTER[Path(name).suffix])[1:] if "run" not in c["argv"][:1] and
              c["argv"][:1] not in (["getattr"], ["resource"])]
     assert [c["argv"] for c in again] == [argv]
     given = again[0]["env"]
+    assert given["ESSA_MPI_CHAIN"] in ("77.polaris", "77", "f77")
     assert shlex.split(given["ESSA_MPI_JOB"]) == ["config.toml", "--set", "a=b c"]
     if name.endswith(".bsub"):
         assert again[0]["stdin"] == (JOBS / name).read_text()
     # The new job has another number and belongs to the chain.
-    cluster.job(name, ESSA_MPI_CHAIN=given["ESSA_MPI_CHAIN"], PBS_JOBID="78", LSB_JOBID="78", FLUX_JOB_ID="f78")
+    cluster.job(name, ESSA_MPI_CHAIN=given["ESSA_MPI_CHAIN"], PBS_JOBID="78", LSB_JOBID="78")
     assert "--resume" in cluster.calls("python")[-1]["argv"]
     assert not list(cluster.folder.glob("runs/.jobs/*"))
 

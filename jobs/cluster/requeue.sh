@@ -55,7 +55,7 @@ seconds() {
 # What is known of this chain of jobs: a line "requeues stalls", there from its first start to its end. That it is
 # there means that the run was started before, in whatever way that job ended: requeued here, by the scheduler
 # after a node failed, or preempted.
-chain=${ESSA_MPI_CHAIN:-${SLURM_JOB_ID:-${PBS_JOBID:-${LSB_JOBID:-${FLUX_JOB_ID:-$$}}}}}
+chain=${ESSA_MPI_CHAIN:-${SLURM_JOB_ID:-${PBS_JOBID:-${LSB_JOBID:-$$}}}}
 chain_file() { echo "runs/.jobs/${chain//[^A-Za-z0-9._-]/_}"; }
 
 generations_done() {
