@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from essa_mpi import config as configuration
+
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"
 SCRIPTS = sorted(p for p in JOBS.rglob("*") if p.suffix in (".sh", ".sbatch", ".pbs", ".bsub", ".flux"))
@@ -333,6 +335,19 @@ def test_bad_config_starts_nothing(cluster, arguments, word):
     (cluster.folder / "bad.toml").write_text("population = 2\n")
     done = cluster.job("slurm/generic.sbatch", *arguments, check=1)
     assert word in done.stderr and not cluster.calls()
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.stem)
+def test_reads_a_config_as_the_program_does(path):
+    """Without Python, which may be in a container."""
+    def setting(key, *arguments):
+        script = 'config=$1; shift; key=$1; shift; arguments=("$config" "$@"); . jobs/cluster/settings.sh; setting "$key"'
+        return subprocess.run(["bash", "-euc", script, "-", path, key, *arguments], cwd=ROOT, text=True, check=True,
+                              capture_output=True).stdout.strip()
+    known = configuration.load(path)
+    assert [setting(key) for key in ("name", "model", "population")] == [known.name, known.model, str(known.population)]
+    assert setting("name", "--set", "name=b", '--set=name="c d"') == "c d"
+    assert setting("reward_device") in ("", known.reward_device)
 
 
 def test_plain_submission_without_config(cluster):

@@ -50,7 +50,7 @@ fi
 export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-0}
 
 # srun's own step options, the same everywhere. kill-on-bad-exit, the default of some sites, would kill the other
-# ranks as soon as the first leaves with $CHECKPOINTED, and the job would pass for failed; wait ends a step 60
+# ranks as soon as the first leaves with $CHECKPOINTED, and srun would end with 143; wait ends a step 60
 # seconds after its first rank has gone, however it went. The number of tasks is said once more, since --gpus-per-task
 # asks for it. From Slurm 22.05 on srun does not look at sbatch's
 # --cpus-per-task; it does at this variable (https://slurm.schedmd.com/srun.html).
