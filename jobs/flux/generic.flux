@@ -15,7 +15,7 @@ set -euo pipefail
 # shellcheck disable=SC2034
 script=jobs/flux/generic.flux
 # A batch script is not given its job's number in the environment.
-export ESSA_MPI_CHAIN=${ESSA_MPI_CHAIN:-$(flux getattr jobid)}
+ESSA_MPI_CHAIN=${ESSA_MPI_CHAIN:-$(flux getattr jobid)}
 [ "${AMD:-yes}" != yes ] || container_gpu=--rocm
 # shellcheck source=jobs/cluster/common.sh
 . "${ESSA_MPI_HOME:-$PWD}/jobs/cluster/common.sh"
