@@ -539,6 +539,8 @@ def test_pbs_keeps_the_time_itself(cluster):
     done = cluster.job("pbs/polaris.pbs", TEST_UNTIL_SIGNAL="1", MARGIN=str(3600 - 2))
     assert len(cluster.calls("qsub")) == 1, done.stdout + done.stderr
     cluster.job("pbs/polaris.pbs", check=1, MARGIN="3600")
+    cluster.stub("qstat", "exit 1")
+    assert "no warning" in cluster.job("pbs/polaris.pbs").stdout
 
 
 def test_the_timer_ends_with_the_job(cluster):
@@ -690,7 +692,7 @@ def test_stage_refuses_what_is_no_model(tmp_path):
 def test_a_job_stages_and_runs_from_the_copy(cluster, model):
     """The path in the run's config is the same in every job, though STAGE_TO may be another."""
     config = cluster.folder / "config.toml"
-    config.write_text(f'name = "toy"\nmodel = "{model}"\n')
+    config.write_text(f'name = "toy"\nmodel = "{model}/"\n')
     seen = []
     for disk in ("disk1", "disk2"):
         cluster.job("slurm/generic.sbatch", STAGE_TO=str(cluster.folder / disk))

@@ -50,10 +50,10 @@ fi
 export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-0}
 
 # srun's own step options, the same everywhere. kill-on-bad-exit, the default of some sites, would kill the other
-# ranks as soon as the first leaves with $CHECKPOINTED, and srun would end with 143; wait ends a step 60
-# seconds after its first rank has gone, however it went. The number of tasks is said once more, since --gpus-per-task
-# asks for it. From Slurm 22.05 on srun does not look at sbatch's
-# --cpus-per-task; it does at this variable (https://slurm.schedmd.com/srun.html).
+# ranks as soon as the first leaves with $CHECKPOINTED, and srun would end with 143; wait ends a step 60 seconds after
+# its first rank has gone, however it went. The number of tasks is said once more, since --gpus-per-task asks for it.
+# From Slurm 22.05 on srun does not look at sbatch's --cpus-per-task; it does at this variable
+# (https://slurm.schedmd.com/srun.html).
 # shellcheck disable=SC2034     # used by the scripts
 slurm_step=(srun --kill-on-bad-exit=0 --wait=60
     ${SLURM_NTASKS_PER_NODE:+--ntasks=$((SLURM_NTASKS_PER_NODE * SLURM_JOB_NUM_NODES))})
@@ -67,6 +67,7 @@ stage() {
     [ -n "${STAGE_TO:-}" ] && [ -z "$warned" ] || return 0
     local model link
     model=$(setting model)
+    model=${model%/}
     link=/tmp/essa_mpi-$(id -u)/staged/${model##*/}
     "$@" bash "$home/jobs/stage_model.sh" --link "$link" "$model" "$STAGE_TO"
     staged=(--set "model=$link")

@@ -19,7 +19,7 @@ stop() { echo "job: $*" >&2; exit 1; }
 
 # The batch script is what the scheduler signals (Slurm: --signal=B:USR1@...), and it hands the signal to the
 # launcher, which hands it to the ranks: one way for every scheduler and every launcher. A signal to all processes
-# instead would kill whatever has no handler yet: a copy of the model that is under way, a Python that is starting.
+# instead would kill what does not expect it, such as a copy of the model that is under way.
 warned="" launcher=""
 tell_ranks=(signal_launcher)     # a script may set another way, or true where the ranks get the signal anyhow
 signal_launcher() { kill -USR1 "$launcher" 2> /dev/null || true; }
