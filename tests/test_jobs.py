@@ -236,6 +236,16 @@ def test_readme_has_every_script_and_claims_no_hardware():
         assert row.rstrip().endswith("| no |"), row
 
 
+def test_apptainer_definition_fits_the_clone():
+    text = (JOBS / "apptainer/essa_mpi.def").read_text()
+    sections = dict(part.split("\n", 1) for part in text.split("\n%")[1:])
+    for line in sections["files"].split("\n"):
+        if line.strip():
+            assert (ROOT / line.split()[0]).exists(), line
+    pin = re.search(r"mpich==[0-9.]+", sections["post"]).group()
+    assert pin in (ROOT / "setup.py").read_text()
+
+
 # -- how they call ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", job_names)
