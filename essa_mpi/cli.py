@@ -193,14 +193,16 @@ def guarded(world, work) -> None:
 
 
 def _run(args) -> None:
-    from . import config
+    from . import config, departure
+    departure.listen()
     world, settings = start_world(lambda: config.load(args.config, args.overrides))
     from .run import run
     guarded(world, lambda: run(world, settings, args.resume))
 
 
 def _grpo(args) -> None:
-    from . import config
+    from . import config, departure
+    departure.listen()
     world, settings = start_world(lambda: config.load(args.config, args.overrides))
     from .gradient.run import run
     guarded(world, lambda: run(world, settings, args.resume))

@@ -7,6 +7,7 @@ import numpy as np
 
 from .answers import Answers
 from .config import Config, UserError
+from .departure import Departure, bits
 from .rounds import Round, Scores, score_generation
 from .rows import Rows
 from .scoring import Arm
@@ -32,17 +33,17 @@ class Generation:
 
 
 def evolve(config: Config, world: World, task, scorer, search, answers: Answers, start: int, record,
-           elapsed: float = 0.0) -> None:
+           departure: Departure | None = None) -> int:
     """Evolve from generation `start` up to config.generations; `record(Generation)` after each.
 
-    elapsed: seconds evolved before, of config.max_seconds; when they have passed on any rank, the generation is the last.
+    departure: when to end before; returns what it asked for (FINISH, LEAVE), 0 if nothing.
 
     One collective a generation: `world.exchange` (more with racing or re-evaluation: see `rounds`). A closing
     one after the last update checks that the search states are still equal. Raises DigestError on every
     rank if they are not.
     """
     rows, clock, digest = Rows(config, len(task.train)), Stopwatch(), search.digest()
-    began_all = time.monotonic() - elapsed
+    departure, stop = departure or Departure(), 0
     for generation in range(start, config.generations):
         began = time.perf_counter()
         batch = rows.batch(generation)                                    # the same rows on every rank
@@ -51,8 +52,7 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
         others = companions(config, task, generation, mean, batch)        # ride in the same all-gather
         perturbed = time.perf_counter()
 
-        late = bool(config.max_seconds) and time.monotonic() - began_all > config.max_seconds
-        rounds = Round(world, scorer, generation, digest, clock, late)
+        rounds = Round(world, scorer, generation, digest, clock, departure.asked)
         scores = score_generation(config, rounds, candidates, list(others.values()), search.mu,
                                   rows.further(generation))               # the only collective
         gathered = time.perf_counter()
@@ -75,9 +75,11 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
             {"perturb": perturbed - began, "place": busy.place, "generate": busy.generate, "score": busy.score,
              "wait": exchanged.wait, "allgather": exchanged.seconds, "update": ended - gathered,
              "total": ended - began}))
-        if exchanged.header["stop"].any():
+        stop = bits(exchanged.header["stop"])
+        if stop:
             break
     world.exchange([], [], digest, Busy())
+    return stop
 
 
 def companions(config: Config, task, generation: int, mean: np.ndarray, batch: np.ndarray) -> dict[str, Arm]:

@@ -13,6 +13,7 @@ from . import config as configuration
 from . import trackers
 from .choose import settle_mode
 from .config import Config, UserError
+from .departure import LEAVE, LEFT, Departure
 from .answers import Answers
 from .evolve import Generation, advice, evolve, new_search
 from .files import write_folder, write_json
@@ -22,7 +23,7 @@ from .record import Record, duration
 from .runfile import RunFolder, history_schema, load_checkpoint, lock
 from .search import choose
 from .tasks import SPLITS
-from .world import World
+from .world import Agreed, World
 
 
 def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None:
@@ -52,12 +53,21 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     scorer = start_scorer(world, config, prepared, folder, scorer_factory)
     if recorder:
         recorder.start_trackers()
-    evolve(config, world, prepared.task, scorer, search, answers, start,
-           recorder.record if recorder else lambda g: None, recorder.elapsed() if recorder else 0.0)
+    departure = Departure(config.max_seconds, config.walltime_seconds, recorder.elapsed() if recorder else 0.0)
+    if evolve(config, world, prepared.task, scorer, search, answers, start,
+              recorder.record if recorder else lambda g: None, departure) & LEAVE:
+        leave(world, folder, prepared)
     _finish(world, config, prepared, folder, scorer, search, answers, recorder)
     prepared.reward.close()
     if held:
         held.close()
+
+
+def leave(world: World, folder: RunFolder, prepared) -> None:
+    """All ranks leave, checkpointed: the scheduler, or the walltime, wants it."""
+    world.say(f"leaving as asked, checkpointed: continue {folder.path} with --resume (exit code {LEFT})")
+    prepared.reward.close()
+    raise Agreed(LEFT)
 
 
 def search_name(config: Config, D: int) -> str:

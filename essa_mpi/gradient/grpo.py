@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import Config
+from ..departure import Departure
 from ..evolve import Stopwatch
 from ..rows import Rows
 from ..world import Busy, World
@@ -46,13 +47,14 @@ def objective_of(config: Config) -> Objective:
 
 
 def learn(config: Config, world: World, task, scorer, policy: Policy, learner: Learner, start: int, cursor: int, record,
-          validate=None, elapsed: float = 0.0) -> None:
+          validate=None, departure: Departure | None = None) -> int:
     """Train from step `start` (batch `cursor`) up to config.generations; `record(Training)` after each.
 
-    validate(placed, digest) -> mean reward, every validation_every steps. elapsed: seconds trained before, of
-    max_seconds. Raises DigestError on every rank if the policies differ.
+    validate(placed, digest) -> mean reward, every validation_every steps. departure: when to end before; returns what
+    it asked for, 0 if nothing. Raises DigestError on every rank if the policies differ.
     """
-    objective, rows, clock, began = objective_of(config), Rows(config, len(task.train)), Stopwatch(), time.monotonic()
+    objective, rows, clock = objective_of(config), Rows(config, len(task.train)), Stopwatch()
+    departure, stop = departure or Departure(config.max_seconds), 0
     policy.place(learner.flat)
     for number in range(start, config.generations):
         from_here = time.perf_counter()
@@ -62,8 +64,7 @@ def learn(config: Config, world: World, task, scorer, policy: Policy, learner: L
         if validates:
             validation = validate(placed, digest)
             clock()     # what it took is in nobody's wait
-        late = bool(config.max_seconds) and elapsed + time.monotonic() - began > config.max_seconds
-        step = draw(config, world, scorer, task, rows, placed, cursor, digest, clock, late)
+        step = draw(config, world, scorer, task, rows, placed, cursor, digest, clock, departure.asked)
         cursor += step.draws
         rate, (norms, sums, sent, seconds) = learner.rate(), updates(config, world, objective, policy, learner, step)
         clock()
@@ -73,9 +74,11 @@ def learn(config: Config, world: World, task, scorer, policy: Policy, learner: L
         record(Training(number, step, learner.digest(), rate, norms, totals, validation,
                         len(task.validation) if validates else 0, sent, cursor,
                         {**step.seconds, **seconds, "total": time.perf_counter() - from_here}, shared[:, len(SUMS):]))
-        if step.stop:
+        stop = step.stop
+        if stop:
             break
     world.exchange([], [], learner.digest(), Busy())
+    return stop
 
 
 def updates(config: Config, world: World, objective: Objective, policy: Policy, learner: Learner, step: Step):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..config import Config
+from ..departure import bits
 from ..evolve import Stopwatch
 from ..rounds import together
 from ..rows import Rows
@@ -31,21 +32,21 @@ class Step:
     drawn: np.ndarray                    # (groups drawn, N) rewards of all that was drawn
     draws: int
     flat_groups: int                     # of those drawn, the groups whose rewards are all the same
-    stop: bool
+    stop: int                            # what any rank wants after it
     samples: list[dict]
     seconds: dict[str, float] = field(default_factory=dict)     # place, generate, score, wait, allgather
 
 
 def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor: int, digest: int, clock: Stopwatch,
-         stop: bool) -> Step:
+         stop) -> Step:
     """Draw batches of the train split, number `cursor` and on, until the step has its groups.
 
     One batch and one all-gather of scores (with the digest of the policy), then one of the rewards; with
-    dynamic_sampling up to that many of them. placed: what the engine places. stop: whether this rank wants to end
-    after this step. Raises DigestError, and UserError from the reward.
+    dynamic_sampling up to that many of them. placed: what the engine places. stop() -> what this rank wants
+    after this step: see `departure`. Raises DigestError, and UserError from the reward.
     """
     dynamic = config.dynamic_sampling > 0
-    kept, mine, drawn, samples, found, stopping = [], {}, [], [], None, False
+    kept, mine, drawn, samples, found, stopping = [], {}, [], [], None, 0
     seconds = dict.fromkeys(("place", "generate", "score", "wait", "allgather"), 0.0)
     while True:
         batch = rows.batch(cursor + len(drawn))
@@ -53,7 +54,7 @@ def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor:
         scores, busy, some = scorer.score([Arm("policy", placed, task.train, batch, 0)], world.share([len(batch)]),
                                           cursor + len(drawn), rollouts=local)
         busy.total = clock()
-        more = world.exchange([len(batch)], scores, digest, busy, stop)
+        more = world.exchange([len(batch)], scores, digest, busy, stop())
         began = time.perf_counter()
         rewards = world.collect(np.array([r.reward for r in local]).reshape(-1, config.group), [len(batch)])
         clock()
@@ -62,7 +63,7 @@ def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor:
         for name in ("place", "generate", "score"):
             seconds[name] += getattr(busy, name)
         samples = samples or some
-        stopping |= bool(more.header["stop"].any())
+        stopping |= bits(more.header["stop"])
         found = more if found is None else together(found, more)
         flats = flat(torch.from_numpy(rewards)).numpy()
         for place in range(len(batch)):

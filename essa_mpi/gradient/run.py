@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 
 from ..config import Config, UserError
+from ..departure import LEAVE, Departure
 from ..evaluate import evaluate
 from ..files import write_folder, write_json
 from ..record import Record, duration
 from ..report import closing
-from ..run import open_folder, prepare, provenance_of, start_scorer
+from ..run import leave, open_folder, prepare, provenance_of, start_scorer
 from ..runfile import RunFolder
 from ..world import World
 from .grpo import Training, learn, objective_of
@@ -54,9 +55,11 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
         found = evaluate(greedy, world, validating, {"policy": placed}, prepared.task.validation, digest)
         return found.scores["policy"]["accuracy"]
 
-    learn(config, world, prepared.task, scorer, policy, learner, start, cursor,
-          recorder.record if recorder else lambda step: None, validate if prepared.task.validation else None,
-          recorder.elapsed() if recorder else 0.0)
+    departure = Departure(config.max_seconds, config.walltime_seconds, recorder.elapsed() if recorder else 0.0)
+    if learn(config, world, prepared.task, scorer, policy, learner, start, cursor,
+             recorder.record if recorder else lambda step: None, validate if prepared.task.validation else None,
+             departure) & LEAVE:
+        leave(world, folder, prepared)
     _finish(world, greedy, prepared, folder, validating, policy, learner, recorder)
     prepared.reward.close()
     if held:
