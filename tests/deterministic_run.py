@@ -329,7 +329,8 @@ def main() -> None:
     if args.preload and os.environ.get("LD_PRELOAD") != args.preload:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": args.preload})
 
-    from essa_mpi import cli, config      # the path of `python -m essa_mpi run`
+    from essa_mpi import cli, config, departure      # the path of `python -m essa_mpi run`
+    departure.listen()
     world, settings = cli.start_world(lambda: config.load(args.config, args.overrides))
     if not settings.trackers:       # which need the real one
         spare_torch()

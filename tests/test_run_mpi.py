@@ -420,6 +420,44 @@ def test_kill_9_at_random_moments_and_resume_on_other_ranks(mpirun, uninterrupte
 
 
 @of("cma")
+def test_sigusr1_checkpoints_and_leaves_and_another_job_goes_on(mpirun, uninterrupted, tmp_path):
+    """The signal reaches one rank; all leave with 75 after the same generation, though no checkpoint was due."""
+    again(uninterrupted, tmp_path)
+    left = []
+    for n, victim in ((3, 1), (2, 0), (4, 3)):
+        job = start(mpirun, n, tmp_path, "--resume", *GAPS, "--sleep", 0.8, *sets(checkpoint_every=100))
+        wait_for(job, "generation .* left")
+        os.kill(job.ranks()[victim].pid, signal.SIGUSR1)
+        outcome = job.wait(PATIENCE)
+        assert outcome.rc == 75 and "essa_mpi:" not in outcome.stderr, outcome
+        assert outcome.stdout.count("leaving as asked, checkpointed: continue runs/run with --resume") == 1
+        assert not (tmp_path / "runs/run/summary.json").exists()
+        left.append(len(logs(tmp_path)[0]))
+    assert left == sorted(set(left)) and left[-1] <= GENERATIONS
+    run(mpirun, 1, tmp_path, "--resume", *GAPS)
+    assert_same_run(tmp_path, uninterrupted[0])
+
+
+@of("cma")
+def test_a_job_leaves_before_its_walltime_is_over(mpirun, uninterrupted, tmp_path):
+    again(uninterrupted, tmp_path)
+    jobs = 0
+    while True:
+        outcome = start(mpirun, 2, tmp_path, "--resume", *GAPS, "--sleep", 1.0, *sets(walltime_seconds=4.0)).wait(PATIENCE)
+        jobs += 1
+        if outcome.rc == 0:
+            break
+        assert outcome.rc == 75 and jobs < 10
+    assert jobs > 1
+    assert_same_run(tmp_path, uninterrupted[0])
+
+
+def test_max_seconds_ends_a_run_as_one_that_is_done(mpirun, folder):
+    outcome = run(mpirun, 2, folder, "--sleep", 0.3, *sets(max_seconds=0.01, generations=50))
+    assert (folder / "runs/run/summary.json").exists() and len(logs(folder)[0]) < 4, outcome.stdout
+
+
+@of("cma")
 @pytest.mark.parametrize("checkpoint_every, kills", [
     (1, [("before metrics", 0), ("after metrics", 1), ("before checkpoint", 2), ("after checkpoint", 5)]),
     (3, [("after metrics", 1), ("after history", 2), ("before metrics", 4), ("before adapter", None),
