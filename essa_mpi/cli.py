@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
                        ("grpo", "train the adapter with GRPO, DAPO, CISPO or a focal form of them; under mpirun, on all ranks")):
         sub = command(name, text, config=True)
         sub.add_argument("--resume", action="store_true", help="continue runs/<name> from its newest checkpoint")
+        sub.add_argument("--trace", metavar="FILE", help="where the time went, for Perfetto or Chrome; a few messages more at the start")
     for name, text in (("eval", "score base, warm start and a run's result on the held-out rows"),
                        ("export", "write a run's result as a peft adapter, or merged into the model"),
                        ("show", "a run in words")):
@@ -197,7 +198,7 @@ def _run(args) -> None:
     departure.listen()
     world, settings = start_world(lambda: config.load(args.config, args.overrides))
     from .run import run
-    guarded(world, lambda: run(world, settings, args.resume))
+    guarded(world, lambda: run(world, settings, args.resume, trace_file=args.trace))
 
 
 def _grpo(args) -> None:
@@ -205,7 +206,7 @@ def _grpo(args) -> None:
     departure.listen()
     world, settings = start_world(lambda: config.load(args.config, args.overrides))
     from .gradient.run import run
-    guarded(world, lambda: run(world, settings, args.resume))
+    guarded(world, lambda: run(world, settings, args.resume, trace_file=args.trace))
 
 
 def _sft(args) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from . import trace
 from .answers import Answers
 from .config import Config, UserError
 from .departure import Departure, bits
@@ -45,11 +46,13 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
     rows, clock, digest = Rows(config, len(task.train)), Stopwatch(), search.digest()
     departure, stop = departure or Departure(), 0
     for generation in range(start, config.generations):
+        trace.generation(generation)
         began = time.perf_counter()
-        batch = rows.batch(generation)                                    # the same rows on every rank
-        population, mean = search.ask(generation), search.mean            # regenerated, not received
-        candidates = [Arm(f"candidate {k}", x, task.train, batch, k) for k, x in enumerate(population)]
-        others = companions(config, task, generation, mean, batch)        # ride in the same all-gather
+        with trace.span("perturb"):
+            batch = rows.batch(generation)                                # the same rows on every rank
+            population, mean = search.ask(generation), search.mean        # regenerated, not received
+            candidates = [Arm(f"candidate {k}", x, task.train, batch, k) for k, x in enumerate(population)]
+            others = companions(config, task, generation, mean, batch)    # ride in the same all-gather
         perturbed = time.perf_counter()
 
         rounds = Round(world, scorer, generation, digest, clock, departure.asked)
@@ -60,8 +63,9 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
             raise UserError(f"generation {generation}: no candidate has a score: {scores.exchanged.total('too_long')} "
                             f"prompts did not fit max_model_len, {sum(a.missing for a in scores.people)} rewards are "
                             f"missing; raise max_model_len, or see why the reward gives none (logs/)")
-        search.tell(generation, scores.told)                              # the same update everywhere
-        digest = search.digest()
+        with trace.span("update"):
+            search.tell(generation, scores.told)                          # the same update everywhere
+            digest = search.digest()
         beside = dict(zip(others, scores.others))
         validation = beside.get("mean", (float("nan"), 0.0))[0]
         answers.note(mean, search.mean, population, scores.told, validation)

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from . import trackers
+from . import trace, trackers
 from .config import Config, UserError
 from .files import JsonLines
 from .runfile import History, RunFolder, save_checkpoint
@@ -59,7 +59,8 @@ class Record:
 
     def timed(self, checkpoint) -> None:
         began = time.perf_counter()
-        checkpoint()
+        with trace.span("checkpoint"):
+            checkpoint()
         self.last_checkpoint = time.perf_counter() - began
 
     def save(self, generation: int, groups: dict) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from . import config as configuration
-from . import trackers
+from . import trace, trackers
 from .choose import settle_mode
 from .config import Config, UserError
 from .departure import LEAVE, LEFT, Departure
@@ -26,10 +26,10 @@ from .tasks import SPLITS
 from .world import Agreed, World
 
 
-def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None:
+def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_file: str | None = None) -> None:
     """Evolve as `config` says; every rank calls this. Ends with SystemExit or MPI_Abort on failure.
 
-    scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests).
+    scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests). trace_file: see `trace`.
     """
     prepared = prepare(world, config)
     folder, checkpoint, held = open_folder(world, config, prepared, resume)
@@ -53,11 +53,15 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
     scorer = start_scorer(world, config, prepared, folder, scorer_factory)
     if recorder:
         recorder.start_trackers()
+    if trace_file:
+        trace.start(world)
     departure = Departure(config.max_seconds, config.walltime_seconds, recorder.elapsed() if recorder else 0.0)
     if evolve(config, world, prepared.task, scorer, search, answers, start,
               recorder.record if recorder else lambda g: None, departure) & LEAVE:
+        trace.write(world, trace_file)
         leave(world, folder, prepared)
     _finish(world, config, prepared, folder, scorer, search, answers, recorder)
+    trace.write(world, trace_file)
     prepared.reward.close()
     if held:
         held.close()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from . import trace
 from .config import Config, UserError, reward_bounds
 from .engine import Completion, Request
 from .perturbation import sampling_seed
@@ -63,7 +64,8 @@ class Scorer:
         self.engine.reset_clock()
         scores, samples, width = [], [], self._config.samples
         for chunk in self._chunks(arms, tiles):
-            self.engine.place([arms[tile.arm].vector for tile in chunk])
+            with trace.span("place"):
+                self.engine.place([arms[tile.arm].vector for tile in chunk])
             requests, rows = [], []
             for place, tile in enumerate(chunk):
                 arm = arms[tile.arm]
@@ -72,9 +74,11 @@ class Scorer:
                         seed = sampling_seed(self._config.seed, generation, index, sample)
                         requests.append(Request(place, self._prompt(arm.split[index]), seed))
                         rows.append(arm.split[index])
-            completions = self.engine.generate(requests, self._config, rollouts is not None)
+            with trace.span("generate"):
+                completions = self.engine.generate(requests, self._config, rollouts is not None)
             began = time.perf_counter()
-            rewards, components = self._judge(rows, completions)
+            with trace.span("score"):
+                rewards, components = self._judge(rows, completions)
             busy.score += time.perf_counter() - began
             if rollouts is not None:
                 places = [p for tile in chunk for p in range(tile.start, tile.stop) for _ in range(width)]

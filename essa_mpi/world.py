@@ -18,6 +18,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from . import trace
 from .config import UserError
 
 # Rewards are summed as 128-bit fixed point with 64 fractional bits, so a sum does not depend on how
@@ -332,9 +333,9 @@ class World:
         for at, score in zip(places, [*scores, *busy.components]):
             send[at:at + TILE_WORDS] = score.words()
         received = np.empty((self.size, send.size), np.int64)
-        began = self._mpi.Wtime()
+        began = time.perf_counter()
         self.comm.Allgather([send, self._mpi.INT64_T], [received, self._mpi.INT64_T])
-        elapsed = self._mpi.Wtime() - began
+        elapsed = time.perf_counter() - began
         header = {name: received[:, i].copy() for i, name in enumerate(HEADER)}
         self._check_digests(header["digest"])
 
@@ -352,6 +353,7 @@ class World:
                 component.join(_unpacked(row[parts + i * TILE_WORDS:][:TILE_WORDS])[0])
         busy_ns = header["busy_ns"]
         wait = min(float(busy_ns.max() - busy_ns[self.rank]) / 1e9, elapsed)
+        trace.gathered(began, began + elapsed, wait)
         return Exchanged(arms, worst if np.isfinite(worst) else 0.0, header, send.nbytes, wait, elapsed - wait,
                          float(busy_ns.max() - busy_ns.mean()) / 1e9, components=components)
 

@@ -325,6 +325,7 @@ def main() -> None:
     p.add_argument("--count")
     p.add_argument("--user-reward", action="store_true")
     p.add_argument("--eval", metavar="RUN")
+    p.add_argument("--trace", metavar="FILE")
     args = p.parse_args()
     if args.preload and os.environ.get("LD_PRELOAD") != args.preload:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": args.preload})
@@ -356,7 +357,7 @@ def main() -> None:
         cli.guarded(world, lambda: results.evaluate_run(world, settings, args.eval,
                                                         results.Asked(json_path="eval.json")))
     else:
-        cli.guarded(world, lambda: run.run(world, settings, args.resume, factory))
+        cli.guarded(world, lambda: run.run(world, settings, args.resume, factory, args.trace))
     if counting and world.rank == 0:
         Path(args.count).write_text(json.dumps({"calls": counting.calls, "sent": counting.sent}))
 

@@ -438,6 +438,25 @@ def test_sigusr1_checkpoints_and_leaves_and_another_job_goes_on(mpirun, uninterr
     assert_same_run(tmp_path, uninterrupted[0])
 
 
+def test_a_trace_has_every_ranks_time_on_one_clock(mpirun, folder):
+    """The deterministic scorer has no engine, so nothing is placed or generated; the wait of the fast is seen."""
+    run(mpirun, 3, folder, "--sleep", 0.3, "--trace", "trace.json", *sets(generations=3, heldout_rows=0))
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"][0]["args"]["name"].startswith("rank 0 on ")
+    from essa_mpi import trace
+    events = trace.read(folder / "trace.json")
+    assert {e["name"] for e in events} == {"perturb", "wait", "allgather", "update", "checkpoint"}
+    assert {e["pid"] for e in events} == {0, 1, 2} and {e["pid"] for e in events if e["name"] == "checkpoint"} == {0}
+    for g in range(2):      # the last one's also has the closing check
+        of_g = {name: [e for e in events if e["name"] == name and e["args"]["generation"] == g] for name in ("wait", "allgather")}
+        # In microseconds: nobody leaves an all-gather before the last has come; on a crowded machine some leave late.
+        last = max(e["ts"] for e in of_g["wait"])
+        assert all(e["ts"] + e["dur"] > last for e in of_g["allgather"]) and len(of_g["allgather"]) == 3
+        assert min(e["dur"] for e in of_g["wait"]) == 0 < max(e["dur"] for e in of_g["wait"])
+    for rank in range(3):
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["pid"] == rank)
+        assert all(end <= begin + 1 for (_, end), (begin, _) in zip(mine, mine[1:]))      # one after the other
+
+
 @of("cma")
 def test_a_job_leaves_before_its_walltime_is_over(mpirun, uninterrupted, tmp_path):
     again(uninterrupted, tmp_path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import trace
 from ..config import Config
 from ..departure import Departure
 from ..evolve import Stopwatch
@@ -57,6 +58,7 @@ def learn(config: Config, world: World, task, scorer, policy: Policy, learner: L
     departure, stop = departure or Departure(config.max_seconds), 0
     policy.place(learner.flat)
     for number in range(start, config.generations):
+        trace.generation(number)
         from_here = time.perf_counter()
         placed, digest = policy.parameters.placed(learner.flat), learner.digest()
         validation = float("nan")
@@ -101,14 +103,17 @@ def updates(config: Config, world: World, objective: Objective, policy: Policy, 
         policy.place(learner.flat)
     for _ in range(config.inner_epochs):
         for part, tokens, count in parts:
-            gradient, some = policy.gradient(objective, part)
+            with trace.span("train"):
+                gradient, some = policy.gradient(objective, part)
             seconds["train"] += time.perf_counter() - began
             buffer = np.concatenate([gradient, np.float32([tokens >> 12, tokens & 4095, count])])
-            seconds["allreduce"] += world.reduce(buffer)
+            with trace.span("allreduce"):
+                seconds["allreduce"] += world.reduce(buffer)
             began = time.perf_counter()
             tokens = (int(buffer[-3]) << 12) + int(buffer[-2])
-            norms.append(learner.update(buffer[:-COUNTS] / np.float32(normaliser(objective, int(buffer[-1]), tokens))))
-            policy.place(learner.flat)
+            with trace.span("update"):
+                norms.append(learner.update(buffer[:-COUNTS] / np.float32(normaliser(objective, int(buffer[-1]), tokens))))
+                policy.place(learner.flat)
             seconds["update"] += time.perf_counter() - began
             began = time.perf_counter()
             sent += buffer.nbytes

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .. import trace
 from ..config import Config, UserError
 from ..departure import LEAVE, Departure
 from ..evaluate import evaluate
@@ -19,10 +20,10 @@ from .learner import Learner
 from .policy import Policy
 
 
-def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None:
+def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_file: str | None = None) -> None:
     """Train as `config` says; every rank calls this. Ends with SystemExit or MPI_Abort on failure.
 
-    scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests).
+    scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests). trace_file: see `trace`.
     """
     error = None
     try:
@@ -55,12 +56,16 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None) -> None
         found = evaluate(greedy, world, validating, {"policy": placed}, prepared.task.validation, digest)
         return found.scores["policy"]["accuracy"]
 
+    if trace_file:
+        trace.start(world)
     departure = Departure(config.max_seconds, config.walltime_seconds, recorder.elapsed() if recorder else 0.0)
     if learn(config, world, prepared.task, scorer, policy, learner, start, cursor,
              recorder.record if recorder else lambda step: None, validate if prepared.task.validation else None,
              departure) & LEAVE:
+        trace.write(world, trace_file)
         leave(world, folder, prepared)
     _finish(world, greedy, prepared, folder, validating, policy, learner, recorder)
+    trace.write(world, trace_file)
     prepared.reward.close()
     if held:
         held.close()
