@@ -92,6 +92,10 @@ class Config:
     mode: str = _key("shared", one_of=("shared", "slots", "merged", "auto"))  # auto: the fastest, by a trial at start
     slots: int = _key(16, low=1)            # candidates in one continuous batch (mode = "slots")
 
+    # Ranks of unequal speed: shares by the speed of the last generation. What a candidate scores does not depend on it
+    # but for near-ties of greedy decoding, as on another number of ranks.
+    balance: bool = _key(False)
+
     # Rows: own files, or shares cut off `task` by `split_seed`; the four splits are disjoint.
     prompt_key: str = _key("prompt")
     answer_key: str = _key("answer")
@@ -170,7 +174,7 @@ class Config:
 RESUMABLE = frozenset({
     "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
     "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged", "answer",
-    "trackers", "max_seconds", "walltime_seconds", "micro_batch",
+    "trackers", "balance", "max_seconds", "walltime_seconds", "micro_batch",
 })
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Config)}

@@ -22,6 +22,7 @@ from .rounding import warning as rounding_warning
 from .record import Record, duration
 from .runfile import RunFolder, history_schema, load_checkpoint, lock
 from .search import choose
+from .shares import Balance
 from .tasks import SPLITS
 from .world import Agreed, World
 
@@ -35,6 +36,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     folder, checkpoint, held = open_folder(world, config, prepared, resume)
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
+    world.balance = Balance(world.size) if config.balance else None
     config = settle_mode(world, config, folder, checkpoint)
     search, answers = new_search(config, prepared.spectrum.dimension), Answers(prepared.spectrum.dimension)
     if checkpoint:

@@ -20,6 +20,7 @@ import numpy as np
 
 from . import trace
 from .config import UserError
+from .shares import Tile, all_shares, bounds, share
 
 # Rewards are summed as 128-bit fixed point with 64 fractional bits, so a sum does not depend on how
 # the rows were tiled. A float64 of magnitude >= 2^-12 is represented exactly; a smaller one is
@@ -41,15 +42,6 @@ def to_fixed(value: float) -> int:
 def square(fixed: int) -> int:
     """The square of a fixed-point number, in the same format; rounded down once."""
     return fixed * fixed >> FRACTION_BITS
-
-
-@dataclass
-class Tile:
-    """Rows [start, stop) of one arm (a candidate, or the mean): what is scored by one rank."""
-
-    arm: int
-    start: int
-    stop: int
 
 
 @dataclass
@@ -176,40 +168,6 @@ class Busy:
     components: list = field(default_factory=list)  # TileScore of each part of the candidates' rewards
 
 
-def share(lengths: list[int], rank: int, size: int) -> list[Tile]:
-    """The tiles of `rank`: a contiguous run of all cells (arm, row), arms in order.
-
-    Every rank gets floor or ceil of cells / size, so neither the population nor
-    the batch need divide by the ranks, and ranks beyond the population still help.
-    """
-    cells = sum(lengths)
-    first, last = rank * cells // size, (rank + 1) * cells // size
-    tiles, offset = [], 0
-    for arm, length in enumerate(lengths):
-        start, stop = max(first - offset, 0), min(last - offset, length)
-        if start < stop:
-            tiles.append(Tile(arm, start, stop))
-        offset += length
-    return tiles
-
-
-def all_shares(lengths: list[int], size: int) -> list[list[Tile]]:
-    """`share` of every rank, in one sweep over ranks and arms: of 100,000 ranks that counts."""
-    cells, shares = sum(lengths), []
-    arm = offset = 0        # of the arm that the next cell is in, and its first cell
-    for rank in range(size):
-        at, last, tiles = rank * cells // size, (rank + 1) * cells // size, []
-        while at < last:
-            while offset + lengths[arm] <= at:
-                offset += lengths[arm]
-                arm += 1
-            stop = min(last, offset + lengths[arm])
-            tiles.append(Tile(arm, at - offset, stop - offset))
-            at = stop
-        shares.append(tiles)
-    return shares
-
-
 class World:
     """The ranks of a run. `comm` is an mpi4py communicator; only the main thread may use it.
 
@@ -224,6 +182,7 @@ class World:
         self.hosts, self.cpus = seat.hosts, seat.cpus
         self.out, self.err = sys.stdout, sys.stderr
         self.failure_file = None      # set once the run folder exists: see `fail`
+        self.balance = None           # a `Balance`, if ranks of unequal speed are to have unequal shares
 
     # -- talking and ending --------------------------------------------------------------------
 
@@ -309,8 +268,13 @@ class World:
     # -- the collective ------------------------------------------------------------------------
 
     def share(self, lengths: list[int]) -> list[Tile]:
-        """The tiles this rank scores; see `share`."""
-        return share(lengths, self.rank, self.size)
+        """The tiles this rank scores; see `shares.share`. With `balance` faster ranks have more of them."""
+        if self.balance is not None:
+            self.balance.settle()
+        return share(lengths, self.rank, self.size, self._weights())
+
+    def _weights(self) -> list[int] | None:
+        return None if self.balance is None else self.balance.weights
 
     def exchange(self, lengths: list[int], scores: list[TileScore], digest: int,
                  busy: Busy, stop: bool = False) -> Exchanged:
@@ -320,7 +284,7 @@ class World:
         order of `share`. digest: int64 of the search state. busy.components: as many on every rank.
         Returns the same on every rank.
         """
-        shares = all_shares(lengths, self.size)
+        shares = all_shares(lengths, self.size, self._weights())
         most = max(map(len, shares))
         parts = len(HEADER) + most * TILE_WORDS     # where the components begin
         send = np.zeros(parts + len(busy.components) * TILE_WORDS, np.int64)
@@ -354,6 +318,9 @@ class World:
         busy_ns = header["busy_ns"]
         wait = min(float(busy_ns.max() - busy_ns[self.rank]) / 1e9, elapsed)
         trace.gathered(began, began + elapsed, wait)
+        if self.balance is not None:
+            self.balance.note([sum(tile.stop - tile.start for tile in tiles) for tiles in shares],
+                              (header["place_ns"] + header["generate_ns"] + header["score_ns"]).tolist())
         return Exchanged(arms, worst if np.isfinite(worst) else 0.0, header, send.nbytes, wait, elapsed - wait,
                          float(busy_ns.max() - busy_ns.mean()) / 1e9, components=components)
 
@@ -363,7 +330,8 @@ class World:
         mine: those of this rank's tiles, a row a cell, in the order of `share`. lengths: rows of each arm.
         """
         cells, width = sum(lengths), int(np.prod(mine.shape[1:]))
-        shares = [((r + 1) * cells // self.size - r * cells // self.size) * width for r in range(self.size)]
+        at = bounds(cells, self.size, self._weights())
+        shares = [(last - first) * width for first, last in zip(at, at[1:])]
         out = np.empty((cells, *mine.shape[1:]))
         self.comm.Allgatherv([np.ascontiguousarray(mine, np.float64), self._mpi.DOUBLE], [out, shares, self._mpi.DOUBLE])
         return out

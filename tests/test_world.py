@@ -25,6 +25,7 @@ from essa_mpi.evolve import evolve
 from essa_mpi.rows import Rows
 from essa_mpi.search import make_search
 from essa_mpi.tasks import Row, Task
+from essa_mpi.shares import Balance, bounds
 from essa_mpi.world import (HEADER, TILE_WORDS, Agreed, ArmScore, Busy, DigestError, Tile, TileScore, World, all_shares,
                             _ranges, share, to_fixed)
 
@@ -150,11 +151,56 @@ def seat_of(mpi, size):
 
 
 def test_all_shares_are_each_ranks_share():
+    """And every cell is in one of them, in order, whatever the weights."""
     draw = np.random.default_rng(0)
     for _ in range(200):
         lengths = draw.integers(0, 6, draw.integers(0, 8)).tolist()
         for size in (1, 2, 3, 7, 40):
-            assert all_shares(lengths, size) == [share(lengths, rank, size) for rank in range(size)]
+            for weights in (None, draw.integers(1, 9, size).tolist()):
+                found = all_shares(lengths, size, weights)
+                assert found == [share(lengths, rank, size, weights) for rank in range(size)]
+                cells = [(t.arm, i) for tiles in found for t in tiles for i in range(t.start, t.stop)]
+                assert cells == [(arm, i) for arm, n in enumerate(lengths) for i in range(n)]
+
+
+def test_a_slow_rank_gets_less_until_all_take_as_long():
+    seconds, balance = [1.0, 1.0, 2.0, 0.5], Balance(4)     # a cell
+    for _ in range(12):
+        cuts = bounds(9000, 4, balance.weights)
+        cells = [b - a for a, b in zip(cuts, cuts[1:])]
+        balance.note(cells, [int(n * s * 1e9) for n, s in zip(cells, seconds)])
+        balance.settle()
+    times = [n * s for n, s in zip(cells, seconds)]
+    assert max(times) < 1.01 * min(times)
+    balance.note([5, 0, 5, 5], [1, 1, 1, 1])        # nothing can be said of rank 1
+    before = list(balance.weights)
+    balance.settle()
+    assert balance.weights == before
+
+
+@pytest.mark.mpi(min_size=1)
+def test_balance_changes_no_fitness():
+    """Rank 0 is slow: it gets less, and every candidate's fitness keeps its bits."""
+    settings, task = small_task(generations=5)
+
+    class Slow(DeterministicScorer):
+        def score(self, arms, tiles, generation, *more):
+            scores, busy, samples = super().score(arms, tiles, generation, *more)
+            counts.append(sum(t.stop - t.start for t in tiles))
+            busy.place = busy.score = 0.0
+            busy.generate = counts[-1] * (3e-3 if world.rank == 0 else 1e-3)
+            return scores, busy, samples
+
+    found = []
+    for balanced in (False, True):
+        world, counts, generations = real_world(), [], []
+        world.balance = Balance(world.size) if balanced else None
+        evolve(settings, world, task, Slow(settings, Faults(world.rank, []), 0.0), make_search("sep", 4, 7, 0.3, 1), Answers(4),
+               0, generations.append)
+        found.append([g.fitness.tolist() for g in generations])
+        if balanced and world.size > 1:
+            assert (counts[-1] < counts[1]) == (world.rank == 0)
+    assert found[0] == found[1]
 
 
 def exchange_on(size, lengths, rewards, digests=None, rank=0):

@@ -14,6 +14,7 @@ from ..record import Record, duration
 from ..report import closing
 from ..run import leave, open_folder, prepare, provenance_of, start_scorer
 from ..runfile import RunFolder
+from ..shares import Balance
 from ..world import World
 from .grpo import Training, learn, objective_of
 from .learner import Learner
@@ -35,6 +36,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     folder, checkpoint, held = open_folder(world, config, prepared, resume, holds="policy")
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
+    world.balance = Balance(world.size) if config.balance else None
     scorer = start_scorer(world, config, prepared, folder, scorer_factory)
     policy = _policy(world, config, prepared)
     learner, cursor, start = Learner(policy.parameters.start, config), 0, 0
