@@ -70,6 +70,7 @@ class Config:
     mean_decay: float = _key(0.0, low=0.0, high=0.5)  # share by which the mean returns to the warm start a generation
 
     max_seconds: float = _key(0.0, low=0.0)  # evolving ends after the generation in which this passes; 0 = no limit
+    hang_seconds: float = _key(3600.0, low=0.0)  # a job of which a rank lets the others wait so long is ended; 0 = never
     walltime_seconds: float = _key(0.0, low=0.0)  # of the job: before it is over, checkpoint and exit 75; 0 = no limit
 
     # Which rows of the train split a generation is scored on.
@@ -174,7 +175,7 @@ class Config:
 RESUMABLE = frozenset({
     "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
     "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged", "answer",
-    "trackers", "balance", "max_seconds", "walltime_seconds", "micro_batch",
+    "trackers", "balance", "max_seconds", "walltime_seconds", "hang_seconds", "micro_batch",
 })
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Config)}

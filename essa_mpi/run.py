@@ -24,6 +24,7 @@ from .runfile import RunFolder, history_schema, load_checkpoint, lock
 from .search import choose
 from .shares import Balance
 from .tasks import SPLITS
+from .watchdog import Watchdog
 from .world import Agreed, World
 
 
@@ -55,6 +56,8 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     scorer = start_scorer(world, config, prepared, folder, scorer_factory)
     if recorder:
         recorder.start_trackers()
+    if config.hang_seconds and world.size > 1:
+        world.watchdog = Watchdog(world, config.hang_seconds)
     if trace_file:
         trace.start(world)
     departure = Departure(config.max_seconds, config.walltime_seconds, recorder.elapsed() if recorder else 0.0)

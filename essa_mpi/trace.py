@@ -16,6 +16,7 @@ NAMES = ("perturb", "place", "generate", "score", "wait", "allgather", "update",
 _events = None      # [(name, start, end, generation)], perf_counter seconds; None: not kept
 _zero = 0.0
 _generation = 0
+_doing = ("start", time.perf_counter())     # the span it is in, or the last that ended, and since when
 
 
 def start(world) -> None:
@@ -58,13 +59,21 @@ def span(name: str):
     nvtx = _nvtx()
     if nvtx:
         nvtx.range_push(name)
+    global _doing
     began = time.perf_counter()
+    _doing = (name, began)
     try:
         yield
     finally:
         note(name, began, time.perf_counter())
         if nvtx:
             nvtx.range_pop()
+
+
+def doing() -> str:
+    """What this rank is at, or was at last, in words."""
+    name, since = _doing
+    return f"generation {_generation}: {name} since {time.perf_counter() - since:.0f} s"
 
 
 def note(name: str, began: float, ended: float) -> None:

@@ -182,6 +182,7 @@ class World:
         self.hosts, self.cpus = seat.hosts, seat.cpus
         self.out, self.err = sys.stdout, sys.stderr
         self.failure_file = None      # set once the run folder exists: see `fail`
+        self.watchdog = None          # a `Watchdog`, for runs
         self.balance = None           # a `Balance`, if ranks of unequal speed are to have unequal shares
 
     # -- talking and ending --------------------------------------------------------------------
@@ -297,9 +298,13 @@ class World:
         for at, score in zip(places, [*scores, *busy.components]):
             send[at:at + TILE_WORDS] = score.words()
         received = np.empty((self.size, send.size), np.int64)
+        if self.watchdog is not None:
+            self.watchdog.arrive()
         began = time.perf_counter()
         self.comm.Allgather([send, self._mpi.INT64_T], [received, self._mpi.INT64_T])
         elapsed = time.perf_counter() - began
+        if self.watchdog is not None:
+            self.watchdog.depart()
         header = {name: received[:, i].copy() for i, name in enumerate(HEADER)}
         self._check_digests(header["digest"])
 

@@ -457,6 +457,33 @@ def test_a_trace_has_every_ranks_time_on_one_clock(mpirun, folder):
         assert all(end <= begin + 1 for (_, end), (begin, _) in zip(mine, mine[1:]))      # one after the other
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_hangs_ends_the_job_with_its_name(mpirun, folder, victim):
+    job = start(mpirun, 3, folder, *sets(hang_seconds=3), *fault("hang", rank=victim, generation=2))
+    outcome = job.wait(PATIENCE)
+    assert outcome.rc != 0
+    [line] = [line for line in outcome.stderr.splitlines() if line.startswith("essa_mpi:")]
+    assert re.search(rf"others have waited \d+ s for rank {victim} on \S+ \(generation 2: perturb since \d+ s", line), line
+    assert "hang_seconds = 3; continue with --resume" in line
+    run(mpirun, 2, folder, "--resume")
+
+
+def test_verdicts_of_the_watchdog():
+    from essa_mpi.watchdog import verdict
+    hosts = ["a", "b", "c"]
+
+    def heard(*states):
+        return {rank: ({"round": number, "waits": waits, "doing": "x"}, at) for rank, number, waits, at in states}
+    busy = (1, 4, None, 100.0)
+    assert verdict(heard((0, 4, None, 100.0), busy), 100.0, 10, hosts) is None      # nobody waits
+    assert verdict(heard((0, 4, 5.0, 100.0), busy), 100.0, 10, hosts) is None       # not long enough
+    assert "for rank 1 on b" in verdict(heard((0, 4, 5.0, 100.0), busy), 106.0, 10, hosts)
+    assert verdict(heard((0, 4, 50.0, 100.0), (1, 4, 1.0, 100.0)), 100.0, 10, hosts) is None    # all are there: the network
+    assert verdict(heard((0, 4, 50.0, 100.0)), 100.0, 10, hosts) is None            # never heard of: not accused
+    said = verdict(heard((0, 4, 50.0, 100.0), (1, 4, 50.0, 100.0), (2, 3, 90.0, 60.0)), 100.0, 10, hosts)
+    assert "for rank 2 on c" in said and "40 s ago" in said     # it stopped in an all-gather it never told the end of
+
+
 @of("cma")
 def test_a_job_leaves_before_its_walltime_is_over(mpirun, uninterrupted, tmp_path):
     again(uninterrupted, tmp_path)

@@ -15,6 +15,7 @@ from ..report import closing
 from ..run import leave, open_folder, prepare, provenance_of, start_scorer
 from ..runfile import RunFolder
 from ..shares import Balance
+from ..watchdog import Watchdog
 from ..world import World
 from .grpo import Training, learn, objective_of
 from .learner import Learner
@@ -58,6 +59,8 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
         found = evaluate(greedy, world, validating, {"policy": placed}, prepared.task.validation, digest)
         return found.scores["policy"]["accuracy"]
 
+    if config.hang_seconds and world.size > 1:
+        world.watchdog = Watchdog(world, config.hang_seconds)
     if trace_file:
         trace.start(world)
     departure = Departure(config.max_seconds, config.walltime_seconds, recorder.elapsed() if recorder else 0.0)
