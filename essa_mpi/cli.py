@@ -179,6 +179,13 @@ def start_world(load_settings):
     from .world import World
     world = World(place)
     world.agree(error)
+    engines = world.comm.allgather(seat.uuids(place.gpus))
+    try:
+        if not settings.share_gpus:
+            seat.check_apart(place.hosts, engines)
+    except UserError as e:
+        error = e
+    world.agree(error)
     return world, settings
 
 

@@ -128,6 +128,7 @@ class Config:
     gpu_memory_utilization: float = _key(0.9, low=0.0, high=1.0, open_low=True)
     kv_cache_gib: float = _key(1.0, low=0.0, open_low=True)  # CPU only: the size of the KV cache a rank
     tensor_parallel: int = _key(1, low=1)
+    share_gpus: bool = _key(False)          # let several ranks of a host use one GPU
     vllm: dict = _key({})                   # passed to vllm.LLM as it is
 
     # The gradient methods: `grpo`. A generation is a step here: `batch` prompts, `group` rollouts of each. The defaults
@@ -175,7 +176,7 @@ class Config:
 RESUMABLE = frozenset({
     "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
     "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged", "answer",
-    "trackers", "balance", "max_seconds", "walltime_seconds", "hang_seconds", "micro_batch",
+    "trackers", "share_gpus", "balance", "max_seconds", "walltime_seconds", "hang_seconds", "micro_batch",
 })
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Config)}

@@ -42,6 +42,12 @@ def doctor(config_path: str | None, overrides: list[str] = ()) -> int:
     except UserError as error:
         problems.append(str(error))
     problems += _packages() + (_config(settings) if settings else [])
+    engines = comm.allgather(seat.uuids(place.gpus))
+    try:
+        if settings is None or not settings.share_gpus:
+            seat.check_apart(place.hosts, engines)
+    except UserError as error:
+        problems.append(str(error))
     rows = comm.gather((place.hosts[comm.Get_rank()], os.getpid(), place.cores, os.environ["OMP_NUM_THREADS"],
                         place.gpus, problems))
     return comm.bcast(None if rows is None else _print(place, rows))

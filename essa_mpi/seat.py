@@ -7,6 +7,7 @@ the visible devices, when they load.
 import glob
 import os
 import platform
+import re
 import socket
 import subprocess
 import warnings
@@ -71,15 +72,48 @@ def cpu_model() -> str:
 
 
 def visible_gpus(environment=os.environ) -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them, without touching CUDA."""
-    if "CUDA_VISIBLE_DEVICES" in environment:
-        return [g for g in environment["CUDA_VISIBLE_DEVICES"].replace(" ", "").split(",") if g not in ("", "-1")]
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) names them, without touching CUDA."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if name in environment:
+            return _named(environment[name])
+    if "ROCR_VISIBLE_DEVICES" in environment:       # HIP counts from 0 those that it leaves
+        return [str(i) for i in range(len(_named(environment["ROCR_VISIBLE_DEVICES"])))]
+    found = [str(index) for index, _ in _listed()]
+    if not found:
+        count = len(glob.glob("/dev/nvidia[0-9]*")) or len(glob.glob("/dev/dri/renderD*")) * os.path.exists("/dev/kfd")
+        found = [str(i) for i in range(count)]
+    return found
+
+
+def _named(text: str) -> list[str]:
+    return [g for g in text.replace(" ", "").split(",") if g not in ("", "-1")]
+
+
+def _listed() -> list[tuple[int, str]]:
+    """(index, UUID) of the NVIDIA GPUs of this host that this process's cgroup lets it see."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
-        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        count = len(glob.glob("/dev/nvidia[0-9]*"))
-    return [str(i) for i in range(count)]
+        return []
+    return [(int(index), uuid) for index, uuid in re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", said, re.M)]
+
+
+def uuids(gpus: list[str]) -> list[str]:
+    """Who these GPUs are, whatever this process calls them; "" where it cannot be told (AMD's, MIG slices)."""
+    known = {str(index): uuid for index, uuid in _listed()} if gpus else {}
+    return [gpu if gpu.startswith("GPU-") else known.get(gpu, "") for gpu in gpus]
+
+
+def check_apart(hosts: list[str], engines: list[list[str]]) -> None:
+    """Raise UserError if two ranks would put their engines on one GPU. engines: each rank's `uuids`."""
+    seen = {}
+    for rank, (host, gpus) in enumerate(zip(hosts, engines)):
+        for gpu in filter(None, gpus):
+            if (host, gpu) in seen:
+                raise UserError(f"ranks {seen[host, gpu]} and {rank} on {host} are both bound to {gpu}: start a rank a GPU (Slurm: "
+                                f"--gpus-per-task=1, or --gpu-bind=none so that each rank takes its own); or set share_gpus = "
+                                f"true, with a gpu_memory_utilization that leaves the others room")
+            seen[host, gpu] = rank
 
 
 def choose_gpus(visible: list[str], local_rank: int, local_size: int, tensor_parallel: int) -> list[str]:
@@ -130,9 +164,17 @@ def take() -> Seat:
 
 def take_gpus(seat: Seat, tensor_parallel: int) -> None:
     """Let this process see its engine's GPUs and no others. Before torch is imported. Raises UserError."""
-    seat.gpus = choose_gpus(visible_gpus(), seat.local_rank, seat.local_size, tensor_parallel)
+    seat.gpus = _numbers(choose_gpus(visible_gpus(), seat.local_rank, seat.local_size, tensor_parallel))
     if seat.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpus)
+        if {"HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"} & set(os.environ) or os.path.exists("/dev/kfd"):
+            os.environ["HIP_VISIBLE_DEVICES"] = ",".join(seat.gpus)     # or vLLM finds two that differ
+
+
+def _numbers(gpus: list[str]) -> list[str]:
+    """UUIDs as numbers, where nvidia-smi knows them: vLLM cannot read UUIDs."""
+    known = {uuid: str(index) for index, uuid in _listed()} if any(g.startswith("GPU-") for g in gpus) else {}
+    return [known.get(gpu, gpu) for gpu in gpus]
 
 
 def spread(affinities: list[list[int]], local_rank: int, machine: list[int]) -> list[int]:

@@ -367,6 +367,44 @@ def test_gpus_that_do_not_add_up_are_refused(visible, local_size, tensor_paralle
         seating.choose_gpus(visible, 0, local_size, tensor_parallel)
 
 
+def test_amds_are_counted_as_hip_counts_them():
+    assert seating.visible_gpus({"ROCR_VISIBLE_DEVICES": "4,5"}) == ["0", "1"]
+    assert seating.visible_gpus({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}) == ["1"]
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """An nvidia-smi that lists two GPUs."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-bb)'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")        # so that what is set below is taken back
+        monkeypatch.delenv(name)
+
+
+def test_gpus_are_told_apart_by_their_uuids(nvidia_smi, monkeypatch):
+    """A cgroup may call every rank's own GPU 0, and a launcher may give two ranks the same."""
+    assert seating.visible_gpus({}) == ["0", "1"]
+    assert seating.uuids(["1", "GPU-cc", "7"]) == ["GPU-bb", "GPU-cc", ""] and seating.uuids([]) == []
+    seating.check_apart(["a", "a", "b"], [["GPU-aa"], ["GPU-bb"], ["GPU-aa"]])
+    seating.check_apart(["a", "a"], [[""], [""]])       # nothing is known
+    with pytest.raises(UserError, match="ranks 0 and 2 on a are both bound to GPU-aa: .*share_gpus = true"):
+        seating.check_apart(["a", "b", "a"], [["GPU-aa"], ["GPU-aa"], ["GPU-bb", "GPU-aa"]])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
+    seat = SimpleNamespace(local_rank=0, local_size=1)
+    seating.take_gpus(seat, 1)
+    assert seat.gpus == ["1"] and os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_both_names_are_set_on_amd(nvidia_smi, monkeypatch):
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "2,3")
+    seat = SimpleNamespace(local_rank=1, local_size=2)
+    seating.take_gpus(seat, 1)
+    assert os.environ["HIP_VISIBLE_DEVICES"] == os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
 def test_visible_gpus_are_those_named():
     assert seating.visible_gpus({"CUDA_VISIBLE_DEVICES": "0, 3,GPU-x"}) == ["0", "3", "GPU-x"]
     assert seating.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == seating.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
