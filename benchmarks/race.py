@@ -8,8 +8,8 @@ with fresh seeds, and their final policies are scored on the same test rows: gre
 temperature 1 on 100, and by their drift. Every run is a line of benchmarks/results/race.jsonl: started again, the command
 goes on where it stopped, and `--table` only prints what is there. What the warm start cost is the same for all and told.
 
-Needs what `bash jobs/quickstart.sh --prepare` makes. RANKS=2 ranks of one thread each; the trials take about an hour on
-two cores, a seed of all methods about forty minutes.
+Needs what `bash jobs/quickstart.sh --prepare` makes. RANKS=2 ranks of one thread each; the trials take about forty minutes on
+two cores, a seed of all methods about half an hour.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the tables, machine and versions here; the plot beside it")
     parser.add_argument("--results", default=RESULTS, help=f"a line a run; default {RESULTS}")
     parser.add_argument("--seeds", type=int, default=3, help="fresh seeds of each method, at most five")
-    parser.add_argument("--seconds", type=float, default=240, help="of evolving or training; half of it for a trial")
+    parser.add_argument("--seconds", type=float, default=180, help="of evolving or training; half of it for a trial")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--score", help=argparse.SUPPRESS)      # the ranks' own: what to score, as JSON
     options = parser.parse_args()

@@ -6,10 +6,8 @@ TOKENS tokens an answer. A generation is as slow as its slowest rank, so that on
 """
 
 import argparse
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from .config import Config, UserError, dump
 from .config import load as load_config
+from .process import die_with
 
 MODES = ("shared", "slots", "merged")
 TOKENS = 32
@@ -98,7 +97,7 @@ def main(arguments=None) -> None:
     for name, kind in (("config", str), ("rank", int), ("size", int), ("answer", str), ("parent", int)):
         parser.add_argument(name, type=kind)
     options = parser.parse_args(arguments)
-    _die_with(options.parent)
+    die_with(options.parent)     # an engine left behind would keep the GPU's memory
     from .engine_environment import set_environment
     set_environment(options.rank)
     try:
@@ -108,14 +107,6 @@ def main(arguments=None) -> None:
     Path(options.answer).write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)     # vLLM's own ending takes seconds
-
-
-def _die_with(parent: int) -> None:
-    """End when the rank ends, however it does: an engine left behind would keep the GPU's memory."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def share_seconds(config: Config, rank: int, size: int) -> float:

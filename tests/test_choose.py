@@ -64,8 +64,8 @@ def test_a_named_mode_is_kept_and_a_resumed_run_keeps_what_it_chose():
 def test_a_try_ends_with_its_rank(tmp_path):
     """However the rank ends; and one whose rank has gone before it could tell does not begin."""
     code = ("import os, subprocess, sys\n"
-            "child = subprocess.Popen([sys.executable, '-c', 'import os, time; from essa_mpi.choose import _die_with; "
-            "_die_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)'], stdout=subprocess.PIPE, text=True)\n"
+            "child = subprocess.Popen([sys.executable, '-c', 'import os, time; from essa_mpi.process import die_with; "
+            "die_with(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)'], stdout=subprocess.PIPE, text=True)\n"
             "print(child.stdout.readline(), flush=True)\n"
             "os.kill(os.getpid(), 9)\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -73,7 +73,7 @@ def test_a_try_ends_with_its_rank(tmp_path):
     while time.monotonic() < end and Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
-    late = subprocess.run([sys.executable, "-c", "from essa_mpi.choose import _die_with; _die_with(1); print('began')"],
+    late = subprocess.run([sys.executable, "-c", "from essa_mpi.process import die_with; _die_with(1); print('began')"],
                           capture_output=True, text=True)
     assert late.returncode == 1 and "began" not in late.stdout
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from ..config import UserError
+from ..process import die_with
 from ..tasks import Row, one_line
 
 START_SECONDS = 600     # to import what the verifier needs, a reward model's weights included
@@ -160,7 +161,7 @@ def guarded(fd: int, lifeline: int, parent: int, cpu_seconds: int | None) -> Non
     verifier = os.fork()
     if verifier == 0:
         os.close(lifeline)
-        _die_with(guard)
+        die_with(guard)
         serve(fd, cpu_seconds)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -191,14 +192,6 @@ def adopt_orphans() -> None:
     """What this process's descendants leave behind becomes its child, not init's (Linux: PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-
-
-def _die_with(parent: int) -> None:
-    """SIGKILL when the parent ends, however it does (Linux: PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def end_descendants() -> None:

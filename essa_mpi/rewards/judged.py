@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ..config import Config, UserError
+from ..config import Config
 from .base import Judgement, Reward, finite
 from .child import Child, Item
 
