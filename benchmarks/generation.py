@@ -59,7 +59,7 @@ class Setting:
     straggling: float = 0.04        # deviation of the logarithm of a rank's slowness, drawn anew each generation
     place: float = 1e-3             # seconds to place a candidate in the engine
     update: float = 0.5             # seconds of the search's update
-    bookkeeping: tuple = (0.0, 0.0)  # seconds a rank spends on the all-gather's words: for each rank and arm, each rank
+    bookkeeping: tuple = (0.0, 0.0)  # seconds a rank spends on the all-gather's words: for each rank, each candidate
 
     def lengths(self, rng, rows: np.ndarray, candidates: int) -> np.ndarray:
         """(candidates, batch) tokens. rows: (batch,) standard normal, how long the row's answers are."""
@@ -104,13 +104,13 @@ ASSUMED = """\
 - an engine has {slots} slots, its cache holds as many; a decode step takes max(weights read, tokens x arithmetic)
 - stragglers: the logarithm of a rank's slowness is normal with deviation {straggling}, new each generation. Sinha et
   al. (arXiv 2208.11035) found GPUs of one kind to vary by 8 % on average, which is read as two such deviations
-- {place:.3g} s to place a candidate; {update:.3f} s for the search's update; to read the all-gather {an_arm:.2f} us
-  for each rank and candidate and {a_rank:.1f} us for each rank"""
+- {place:.3g} s to place a candidate; {update:.3f} s for the search's update; to read the all-gather {a_rank:.1f} us
+  for each rank and {an_arm:.1f} us for each candidate"""
 
 
 def assumed(setting: Setting) -> str:
     """What the results rest on, in words."""
-    gpu, network, (an_arm, a_rank) = setting.gpu, setting.network, setting.bookkeeping
+    gpu, network, (a_rank, an_arm) = setting.gpu, setting.network, setting.bookkeeping
     return ASSUMED.format(
         **vars(setting), memory=gpu.memory / 1e9, read=gpu.bandwidth / 1e12, operations=gpu.operations / 1e12,
         reached=gpu.reached, bandwidth=network.bandwidth / 1e9, latency=network.latency * 1e6, mean=setting.mean_length,
@@ -161,10 +161,10 @@ def simulate(setting: Setting, way: Way, generations: int, seed: int = 0) -> dic
         if way.rows_first:
             candidates = np.minimum(np.diff(cells), setting.population)
         nbytes = exchange_bytes(way.ranks, setting.population, setting.batch)
-        an_arm, a_rank = setting.bookkeeping
+        a_rank, an_arm = setting.bookkeeping
         found[g] = (work.mean(), busy.mean() - work.mean(), busy.max() - busy.mean(), (busy * slow).max() - busy.max(),
                     setting.place * candidates.max(), allgather_seconds(way.ranks, nbytes, setting.network),
-                    way.ranks * (an_arm * setting.population + a_rank), setting.update)
+                    way.ranks * a_rank + setting.population * an_arm, setting.update)
     terms = dict(zip(TERMS, found.mean(axis=0).tolist()))
     seconds = found.sum(axis=1)
     error = float(seconds.std(ddof=1) / generations ** 0.5) if generations > 1 else None

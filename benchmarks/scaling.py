@@ -18,7 +18,7 @@ models against the paper's numbers.
 What is assumed is printed and in the file. The update's seconds are those of benchmarks/results/search.json. A plot is
 written beside FILE. Two minutes on one core; --quick in seconds, coarser.
 
---measured is the place for strong and weak scaling over real ranks with a scorer that sleeps: see `measured`.
+Measured over real ranks with a scorer that sleeps: `benchmarks.sleeping`, under mpirun or in a job.
 """
 
 import argparse
@@ -198,23 +198,11 @@ def exchange_seconds(ranks: int, population: int, batch: int) -> float:
 
 
 def bookkeeping(setting: Setting) -> tuple[float, float]:
-    """Measured here, (seconds a rank and arm, seconds a rank): what `World.exchange` costs each rank but the messages.
-
-    It goes through the arms once for each of the ranks, to know whose scores are whose.
-    """
-    ranks = 512
-    few, many = (min(exchange_seconds(ranks, population, setting.batch) for _ in range(3)) for population in (16, 256))
-    an_arm = max(0.0, (many - few) / (240 * ranks))
-    return an_arm, max(0.0, few / ranks - 16 * an_arm)
-
-
-def measured(options) -> list[dict]:
-    """Strong and weak scaling over the ranks of this job, with a scorer that sleeps: rows as `strong` returns them.
-
-    Not written yet. What is to come here: under mpirun, for each number of ranks, generations with a scorer whose
-    time is drawn from a recorded distribution; the columns of `TERMS` from the exchanged times.
-    """
-    raise UserError("benchmarks.scaling: --measured is not there yet; without it everything is simulated")
+    """Measured here, (seconds a rank, seconds an arm): what `World.exchange` costs each rank but the messages."""
+    def least(ranks, population):
+        return min(exchange_seconds(ranks, population, setting.batch) for _ in range(5))
+    few, ranks, arms = least(256, 256), least(4096, 256), least(256, 4096)
+    return max(0.0, (ranks - few) / 3840), max(0.0, (arms - few) / 3840)
 
 
 def study(setting: Setting, quick: bool, generations: int, seed: int) -> dict:
@@ -247,8 +235,6 @@ def main(arguments=None) -> int:
     parser.add_argument("--quick", action="store_true", help="three GPU counts and two generations: for tests")
     parser.add_argument("--generations", type=int, help="simulated for each number (default 10, with --quick 2)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--measured", action="store_true",
-                        help="over the ranks of this job instead of simulated (not there yet)")
     options = parser.parse_args(arguments)
     generations = options.generations if options.generations is not None else 2 if options.quick else 10
     if generations < 1:
@@ -256,10 +242,6 @@ def main(arguments=None) -> int:
     try:
         if options.json and not Path(options.json).absolute().parent.is_dir():
             raise UserError(f"benchmarks.scaling: --json {options.json}: its folder does not exist; make it first")
-        if options.measured:
-            rows = measured(options)
-            record.write(options.json, "scaling", rows, {}, versions=record.versions("essa_mpi", "numpy"))
-            return 0
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -257,8 +257,7 @@ def test_benchmark_reports_both_models_with_and_without_tiles(quick):
     assert file.with_suffix(".png").stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("words, says", [(["--measured"], "--measured is not there yet"),
-                                         (["--json", "/nowhere/f.json"], "does not exist"),
+@pytest.mark.parametrize("words, says", [(["--json", "/nowhere/f.json"], "does not exist"),
                                          (["--generations", "0"], "allowed: an integer >= 1")])
 def test_benchmark_refuses_in_one_line(scaling, words, says, capsys):
     try:
