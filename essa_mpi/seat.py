@@ -22,6 +22,10 @@ _LAUNCHERS = (
     ("PMIX_SIZE", "PMIX_RANK"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
 )
+# What launchers call a process's number on its host: Hydra and Intel, MVAPICH, Open MPI, PMI, Cray PALS, Flux, jsrun, Slurm.
+# Slurm's last: below another launcher it is the batch script's own.
+_LOCAL_RANKS = ("MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK",
+                "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID", "JSM_NAMESPACE_LOCAL_RANK", "SLURM_LOCALID")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -61,6 +65,22 @@ def launcher_rank(environment=os.environ) -> int:
         if environment.get(name, "").isdigit():
             return int(environment[name])
     return 0
+
+
+def announced_local_rank(environment=os.environ) -> int | None:
+    """The number the launcher gave this process on its host, None if it gave none."""
+    return next((int(environment[name]) for name in _LOCAL_RANKS if environment.get(name, "").isdigit()), None)
+
+
+def local_rank_of(rank: int, neighbours: list[int], announced: list[int | None]) -> int:
+    """This rank's number on its host: the launcher's where its numbers are 0, 1, ... there, else by the order of ranks.
+
+    neighbours: the ranks of the host. announced: (size,), by `announced_local_rank`.
+    """
+    theirs = [announced[r] for r in neighbours]
+    if sorted(-1 if number is None else number for number in theirs) == list(range(len(neighbours))):
+        return announced[rank]
+    return neighbours.index(rank)
 
 
 def cpu_model() -> str:
@@ -148,11 +168,12 @@ def take() -> Seat:
     comm = MPI.COMM_WORLD
     library = " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\x00").split())
     check_launcher(comm.Get_size(), library)
-    seats = comm.allgather((socket.gethostname(), cpu_model(), sorted(os.sched_getaffinity(0))))
+    seats = comm.allgather((socket.gethostname(), cpu_model(), sorted(os.sched_getaffinity(0)), announced_local_rank()))
     hosts, cpus = [s[0] for s in seats], [s[1] for s in seats]
     neighbours = [r for r, host in enumerate(hosts) if host == hosts[comm.Get_rank()]]
-    local_rank, local_size = neighbours.index(comm.Get_rank()), len(neighbours)
-    cores = _bind([seats[r][2] for r in neighbours], local_rank)
+    local_rank, local_size = local_rank_of(comm.Get_rank(), neighbours, [s[3] for s in seats]), len(neighbours)
+    affinities = {local_rank_of(r, neighbours, [s[3] for s in seats]): seats[r][2] for r in neighbours}
+    cores = _bind([affinities[number] for number in range(local_size)], local_rank)
     # One engine thread a core of ours, unless the user chose. Ranks that share a core take one each:
     # two OpenMP teams that spin on the same cores were seen to run ten times slower than two threads.
     # As many on every rank, or BLAS would round the search differently on hosts with more cores a rank.

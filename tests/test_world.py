@@ -367,6 +367,25 @@ def test_gpus_that_do_not_add_up_are_refused(visible, local_size, tensor_paralle
         seating.choose_gpus(visible, 0, local_size, tensor_parallel)
 
 
+@pytest.mark.parametrize("name", ["MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK",
+                                  "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID", "JSM_NAMESPACE_LOCAL_RANK", "SLURM_LOCALID"])
+def test_the_launcher_says_which_rank_of_the_host_this_is(name):
+    assert seating.announced_local_rank({name: "3"}) == 3
+    assert seating.announced_local_rank({name: "3", "SLURM_LOCALID": "0"}) == (0 if name == "SLURM_LOCALID" else 3)
+
+
+@pytest.mark.parametrize("announced, expected", [
+    ([1, 0, 0, 1], [1, 0, 0, 1]),               # the launcher's order holds
+    ([None, None, None, None], [0, 1, 0, 1]),   # it says nothing
+    ([0, 0, 0, 0], [0, 1, 0, 1]),               # a batch script's own, inherited by all
+    ([2, 3, 0, None], [0, 1, 0, 1]),            # numbers of more ranks than are here, or not of all
+], ids=str)
+def test_the_launchers_local_ranks_are_taken_if_they_add_up(announced, expected):
+    """Ranks 0 and 1 on one host, 2 and 3 on another."""
+    assert [seating.local_rank_of(rank, [0, 1] if rank < 2 else [2, 3], announced) for rank in range(4)] == expected
+    assert seating.announced_local_rank({}) is None
+
+
 def test_amds_are_counted_as_hip_counts_them():
     assert seating.visible_gpus({"ROCR_VISIBLE_DEVICES": "4,5"}) == ["0", "1"]
     assert seating.visible_gpus({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}) == ["1"]
