@@ -43,6 +43,10 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
     """
     rows, clock, digest = Rows(config, len(task.train)), Stopwatch(), search.digest()
     began_all = time.monotonic() - elapsed
+
+    def late() -> bool:
+        return bool(config.max_seconds) and time.monotonic() - began_all > config.max_seconds
+
     for generation in range(start, config.generations):
         began = time.perf_counter()
         batch = rows.batch(generation)                                    # the same rows on every rank
@@ -51,7 +55,6 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
         others = companions(config, task, generation, mean, batch)        # ride in the same all-gather
         perturbed = time.perf_counter()
 
-        late = bool(config.max_seconds) and time.monotonic() - began_all > config.max_seconds
         rounds = Round(world, scorer, generation, digest, clock, late)
         scores = score_generation(config, rounds, candidates, list(others.values()), search.mu,
                                   rows.further(generation))               # the only collective

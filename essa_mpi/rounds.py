@@ -47,10 +47,10 @@ class Scores:
 class Round:
     """Scores arms on this rank and exchanges; counts what the rounds of a generation cost together."""
 
-    def __init__(self, world: World, scorer, generation: int, digest: int, clock, stop: bool = False):
+    def __init__(self, world: World, scorer, generation: int, digest: int, clock, stop=lambda: False):
         """clock() -> seconds since the last call: what this rank was busy before the all-gather.
 
-        stop: this rank wants the run to end after this generation.
+        stop() -> whether this rank wants the run to end after this generation.
         """
         self._world, self._scorer, self._generation, self._digest = world, scorer, generation, digest
         self._stop = stop
@@ -61,7 +61,7 @@ class Round:
         lengths = [len(arm.indices) for arm in arms]
         scores, busy, samples = self._scorer.score(arms, self._world.share(lengths), self._generation)
         busy.total = self._clock()
-        found = self._world.exchange(lengths, scores, self._digest, busy, self._stop)
+        found = self._world.exchange(lengths, scores, self._digest, busy, self._stop())
         self._clock()
         for name in ("place", "generate", "score", "total"):
             setattr(self.busy, name, getattr(self.busy, name) + getattr(busy, name))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..config import Config
+from ..config import Config, UserError
 from ..evolve import Stopwatch
 from ..rounds import together
 from ..rows import Rows
@@ -37,12 +37,13 @@ class Step:
 
 
 def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor: int, digest: int, clock: Stopwatch,
-         stop: bool) -> Step:
+         stop) -> Step:
     """Draw batches of the train split, number `cursor` and on, until the step has its groups.
 
     One batch and one all-gather of scores (with the digest of the policy), then one of the rewards; with
-    dynamic_sampling up to that many of them. placed: what the engine places. stop: whether this rank wants to end
-    after this step. Raises DigestError, and UserError from the reward.
+    dynamic_sampling up to that many of them. placed: what the engine places. stop() -> whether this rank wants to
+    end after this step; then nothing more is drawn. Raises DigestError, and UserError from the reward or if the policy
+    has no probabilities.
     """
     dynamic = config.dynamic_sampling > 0
     kept, mine, drawn, samples, found, stopping = [], {}, [], [], None, False
@@ -52,8 +53,11 @@ def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor:
         local = []
         scores, busy, some = scorer.score([Arm("policy", placed, task.train, batch, 0)], world.share([len(batch)]),
                                           cursor + len(drawn), rollouts=local)
+        if not all(np.isfinite(r.completion.logprobs).all() for r in local):
+            raise UserError(f"draw {cursor + len(drawn)}: the policy gives no probabilities any more (nan); lower lr = "
+                            f"{config.lr:g}")
         busy.total = clock()
-        more = world.exchange([len(batch)], scores, digest, busy, stop)
+        more = world.exchange([len(batch)], scores, digest, busy, stop())
         began = time.perf_counter()
         rewards = world.collect(np.array([r.reward for r in local]).reshape(-1, config.group), [len(batch)])
         clock()
@@ -72,7 +76,7 @@ def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor:
                 if of_it:
                     mine[len(kept) - 1] = of_it
         drawn.append(rewards)
-        if len(kept) == config.batch or len(drawn) >= max(1, config.dynamic_sampling):
+        if len(kept) == config.batch or len(drawn) >= max(1, config.dynamic_sampling) or stopping:
             break
     values = torch.from_numpy(np.array(kept).reshape(-1, config.group))
     scale = config.advantages == "std" or (config.advantages == "auto" and config.loss != "dr_grpo")
