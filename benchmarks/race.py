@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from essa_mpi.files import read_json_lines
+
 from . import record
 
 RESULTS = "benchmarks/results/race.jsonl"
@@ -57,6 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.score:
         return serve(json.loads(options.score))
+    Path(options.results).parent.mkdir(parents=True, exist_ok=True)
     if not options.table:
         tune(options)
         for seed in SEEDS[:options.seeds]:
@@ -71,8 +74,7 @@ def job(method: str, phase: str, seed: int, settings: dict, seconds: float) -> d
 
 
 def read(results: str) -> list[dict]:
-    path = Path(results)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_json_lines(results) if Path(results).exists() else []
 
 
 def tune(options) -> None:
@@ -157,6 +159,7 @@ def score_all(world, base, jobs: list[dict], results: str) -> None:
     from essa_mpi.drift import drift
     from essa_mpi.engine import Engine
     from essa_mpi.evaluate import evaluate, sample
+    from essa_mpi.files import JsonLines
     from essa_mpi.results import answer_of, read_texts
     from essa_mpi.rewards import load_reward
     from essa_mpi.run import quiet
@@ -168,7 +171,7 @@ def score_all(world, base, jobs: list[dict], results: str) -> None:
     engine, reward, task = Engine(greedy, Spectrum.load(base.adapter, base.alpha)), load_reward(base), load_task(greedy)
     validation, test = task.validation[:VALIDATION_ROWS], task.heldout[:GREEDY_ROWS]
     texts, drawing = read_texts("README.md")[:DRIFT_ROWS], replace(greedy, temperature=1.0)
-    scorer = Scorer(engine, reward, greedy)
+    scorer, log = Scorer(engine, reward, greedy), JsonLines(results) if world.rank == 0 else None
     for one in jobs:
         run = RUNS / name_of(one)
         if one["method"] == "warm start":
@@ -186,9 +189,7 @@ def score_all(world, base, jobs: list[dict], results: str) -> None:
             row["drift"] = {"task": drift(greedy, world, engine, arm, test[:DRIFT_ROWS])["it"],
                             "texts": drift(greedy, world, engine, arm, texts, texts=True)["it"]}
         if world.rank == 0:
-            Path(results).parent.mkdir(parents=True, exist_ok=True)
-            with open(results, "a") as file:
-                file.write(json.dumps({**one, **row}) + "\n")
+            log.append({**one, **row})
         score = np.mean(row.get("greedy", row.get("validation")))
         world.say(f"{one['method']:<10} {one['phase']} seed {one['seed']} {one['settings']}: {score:.3f}")
 
@@ -222,7 +223,7 @@ def report(rows: list[dict], options) -> None:
         for row in trials(rows, name, options.seconds / 2):
             lines.append(f"  {name:<10} {json.dumps(row['settings']):<42} {np.mean(row['validation']):.3f} after {row['steps']} steps")
     lines += ["", f"final policies after {options.seconds:g} s (mean over seeds +- standard error over seeds)",
-              f"  {'':<10} seeds  greedy pass@1    pass@1 at T=1    pass@64          KL task  KL text  tokens   sent a rank   GiB  steps"]
+              f"  {'':<10} seeds  greedy pass@1    pass@1 at T=1    pass@64          KL task  KL text  tokens   sent a rank   GiB  steps  seconds"]
     table, ratios = [], {}
     for name, mine in finals.items():
         if not mine:
@@ -238,7 +239,7 @@ def report(rows: list[dict], options) -> None:
         table.append(found)
         cells = "  ".join(f"{np.mean(found[key]):.3f} +- {error(found[key])}" for key in ("greedy", "pass@1", "pass@64"))
         more = "" if not found["tokens"] else (f"  {np.mean(found['tokens']) / 1e3:6.0f}k  {np.mean(found['bytes']) / 1e3:9.1f} kB"
-                                               f"  {max(found['peak_gib']):5.1f}  {np.mean(found['steps']):.0f}")
+                                               f"  {max(found['peak_gib']):5.1f}  {np.mean(found['steps']):5.0f}  {np.mean(found['trained_seconds']):7.0f}")
         lines.append(f"  {name:<10} {len(mine):5d}  {cells}  {np.mean(found['kl_task']):7.4f}  {np.mean(found['kl_texts']):7.4f}{more}")
     lines += ["", "differences on the same rows (greedy, mean over common seeds; +- over seeds; +- over rows)"]
     for i, name in enumerate(METHODS):

@@ -20,7 +20,8 @@ from .search import choose
 from .spectrum import MAX_RANKS, Spectrum
 
 PAPER = "ESSA ([arXiv 2507.04453](https://arxiv.org/abs/2507.04453))"
-SPLITS = {"sft": "for the warm start", "train": "to evolve on", "validation": "for validation", "heldout": "held out"}
+METHOD_TAGS = {"essa": "essa, lora, cma-es, evolution-strategies", "grpo": "lora, grpo, reinforcement-learning"}
+SPLITS = {"sft": "for the warm start", "train": "to learn from", "validation": "for validation", "heldout": "held out"}
 
 
 def of_run(config: Config, folder: RunFolder, checkpoint: Checkpoint, answer: str, spectrum: Spectrum, name: str,
@@ -32,7 +33,7 @@ def of_run(config: Config, folder: RunFolder, checkpoint: Checkpoint, answer: st
     model = _code(config.model)
     what = f"{model} with an adapter merged into it" if merged else f"A LoRA adapter for {model}"
     return "\n\n".join([
-        _front(config, merged),
+        _front(config, merged, METHOD_TAGS["grpo" if answer == "trained" else "essa"]),
         f"# {config.name}",
         f"{what}, trained with {known['method']} by essa_mpi, from a warm start on, by a reward." if answer == "trained" else
         f"{what}, evolved by {PAPER} with essa_mpi: from a warm start on, CMA-ES searched the singular values of the "
@@ -50,7 +51,7 @@ def of_adapter(config: Config, adapter: str, spectrum: Spectrum, name: str, merg
     """The card of an adapter that was named: no result of a run, so without a run's history and numbers."""
     what = "merged into it" if merged else "as it is"
     return "\n\n".join([
-        _front(config, merged),
+        _front(config, merged, METHOD_TAGS["essa"]),
         f"# {name}",
         f"The LoRA adapter {_code(Path(adapter).name)} of {_code(config.model)}, {what}, written by essa_mpi's `export "
         f"--adapter`. It was named by hand: it is not the result of the run {_code(config.name)}, and no score of that "
@@ -62,11 +63,11 @@ def of_adapter(config: Config, adapter: str, spectrum: Spectrum, name: str, merg
     ]) + "\n"
 
 
-def _front(config: Config, merged: bool) -> str:
+def _front(config: Config, merged: bool, tags: str) -> str:
     """YAML; a JSON string is a YAML string. The licence is the base model's, if its own card names one."""
     lines = [f"base_model: {json.dumps(config.model, ensure_ascii=False)}",
              f"library_name: {'transformers' if merged else 'peft'}", "pipeline_tag: text-generation",
-             "tags: [essa, lora, cma-es, evolution-strategies]", *_licence(config.model)]
+             f"tags: [{tags}]", *_licence(config.model)]
     return "\n".join(["---", *lines, "---"])
 
 

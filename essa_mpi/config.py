@@ -136,13 +136,13 @@ class Config:
     loss: str = _key("grpo", one_of=("grpo", "dapo", "cispo", "dr_grpo"))
     parameters: str = _key("lora", one_of=("lora", "spectrum"))  # the factors, or the singular values that ESSA searches
     group: int = _key(8, low=2)
-    lr: float = _key(1e-6, low=0.0, open_low=True)
+    lr: float = _key(1e-6, low=0.0, high=1e3, open_low=True)
     warmup_steps: int = _key(15, low=0)     # updates over which lr rises to its value, linearly
-    weight_decay: float = _key(0.01, low=0.0)
-    clip_norm: float = _key(1.0, low=0.0)   # of the gradient; 0 = not clipped
+    weight_decay: float = _key(0.01, low=0.0, high=1e3)
+    clip_norm: float = _key(1.0, low=0.0, high=1e30)   # of the gradient; 0 = not clipped
     clip_low: float = _key(0.0, low=0.0)    # ratios below 1 - clip_low and above 1 + clip_high are clipped;
-    clip_high: float = _key(0.0, low=0.0)   # 0 = the loss's own: grpo .2 .2, dapo .2 .28, cispo 1 5, dr_grpo .2 .2
-    kl: float = _key(0.0, low=0.0)          # weight of the divergence from the warm start, estimated by k3
+    clip_high: float = _key(0.0, low=0.0, high=1e6)   # 0 = the loss's own: grpo .2 .2, dapo .2 .28, cispo 1 5, dr_grpo .2 .2
+    kl: float = _key(0.0, low=0.0, high=1e6)          # weight of the divergence from the warm start, estimated by k3
     advantages: str = _key("auto", one_of=("auto", "std", "mean"))  # std: over the group's deviation; auto: dr_grpo's is mean
     inner_epochs: int = _key(1, low=1)      # passes over a step's rollouts
     mini_batch: int = _key(0, low=0)        # prompts an update; 0 = all of the step's
@@ -172,7 +172,7 @@ class Config:
     sft_check_from: int = _key(4, low=1)    # first step at which the format rate is checked
 
 
-# With --resume these may differ from the stored config; nothing here changes the search's history.
+# With --resume these may differ from the stored config; nothing here changes the search's history (micro_batch the last bits of a training).
 RESUMABLE = frozenset({
     "generations", "mode", "slots", "gpu_memory_utilization", "kv_cache_gib", "tensor_parallel",
     "max_num_seqs", "checkpoint_every", "keep_checkpoints", "samples_logged", "answer",

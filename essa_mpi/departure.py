@@ -27,14 +27,14 @@ class Departure:
         self._max_seconds, self._walltime = max_seconds, walltime_seconds
         self._start, self._last, self._longest = time.monotonic() - elapsed, time.monotonic(), 0.0
 
-    def asked(self) -> int:
-        """FINISH, LEAVE, both, or 0; called once a generation.
+    def asked(self, ahead: float = 0.0) -> int:
+        """FINISH, LEAVE, both, or 0; called once a generation, `ahead` seconds before it ends.
 
         LEAVE if SIGUSR1 came, or if another generation as long as the longest so far might not end in the walltime.
         """
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
-        finish = self._max_seconds and now - self._start > self._max_seconds
+        finish = self._max_seconds and now + ahead - self._start > self._max_seconds
         late = self._walltime and now - _began + 1.2 * self._longest > self._walltime
         return FINISH * bool(finish) | LEAVE * bool(late or _signals)
 

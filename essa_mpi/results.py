@@ -117,6 +117,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
             _, result, answer, _ = answer_of(config, Path(run))
             vectors["warm_start"] = np.zeros(prepared.spectrum.dimension)
             vectors["trained" if answer == "trained" else "evolved"] = result
+            if answer == "trained":
+                config = replace(config, samples=1)     # of its rollouts there were `group`
         tasks = [(config.name, config, prepared.task.heldout, prepared.reward)] + [
             _further(config, file) for file in asked.tasks]
         names = [name for name, *_ in tasks]

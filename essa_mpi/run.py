@@ -20,7 +20,7 @@ from .files import write_folder, write_json
 from .provenance import hash_model, provenance, warm_start
 from .rounding import warning as rounding_warning
 from .record import Record, duration
-from .runfile import RunFolder, history_schema, load_checkpoint, lock
+from .runfile import STARTED, RunFolder, history_schema, load_checkpoint, lock
 from .search import choose
 from .shares import Balance
 from .tasks import SPLITS
@@ -151,10 +151,10 @@ def inputs(config: Config, prepared: Prepared) -> dict[str, tuple[str, str]]:
             "reward_hash": (prepared.reward.digest(), f"the file of the reward {config.reward if not config.rewards else ', '.join(config.rewards)}")}
 
 
-def open_folder(world: World, config: Config, prepared: Prepared, resume: bool, holds: str = "search"):
+def open_folder(world: World, config: Config, prepared: Prepared, resume: bool, command: str = "run"):
     """(RunFolder, what to resume from or None, the lock), rank 0's but for the lock; rank 0 touches the disk.
 
-    holds: the group that a checkpoint of this command has.
+    command: run or grpo, which continue only what they started.
     """
     folder = state = error = held = None
     if world.rank == 0:
@@ -162,6 +162,8 @@ def open_folder(world: World, config: Config, prepared: Prepared, resume: bool, 
             held = lock(config.name)
             if resume and (Path("runs") / config.name).exists():
                 folder = RunFolder.open(Path("runs") / config.name)
+                if (other := folder.command) != command:
+                    raise UserError(f"--resume: {folder.path} was started by `{other}`; continue it with that command")
                 configuration.check_resumable(configuration.load(folder.config), config)
                 found = load_checkpoint(folder)
                 for note in found.notes if found else []:
@@ -169,9 +171,6 @@ def open_folder(world: World, config: Config, prepared: Prepared, resume: bool, 
                 if not found and folder.history.exists():
                     raise UserError(f"--resume: {folder.path} has a history but no checkpoint; put its checkpoints "
                                     f"back, or start again without --resume")
-                if found and holds not in found.groups:
-                    other = "run" if holds == "policy" else "grpo"
-                    raise UserError(f"--resume: {folder.path} was started by `{other}`; continue it with that command")
                 if found:
                     for key, (mine, what) in inputs(config, prepared).items():
                         if found.attributes.get(key, mine) != mine:
@@ -185,7 +184,7 @@ def open_folder(world: World, config: Config, prepared: Prepared, resume: bool, 
             else:
                 if resume:
                     world.say(f"nothing to resume: there is no runs/{config.name}; starting it")
-                folder = RunFolder.create(config.name, configuration.dump(config))
+                folder = RunFolder.create(config.name, f"{STARTED}{command}\n{configuration.dump(config)}")
                 if folder.note:
                     world.say(folder.note)
             (folder.path / "logs").mkdir(exist_ok=True)

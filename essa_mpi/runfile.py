@@ -83,6 +83,13 @@ class RunFolder:
             fsync_folder(path.parent)
         return cls(path, note)
 
+    @property
+    def command(self) -> str:
+        """Which command started it; "run" where config.toml does not say."""
+        with refusals(self.config, "read"):
+            first = self.config.read_text().partition("\n")[0]
+        return first.removeprefix(STARTED) if first.startswith(STARTED) else "run"
+
     @classmethod
     def open(cls, path) -> "RunFolder":
         """The existing run folder `path`. Raises UserError if it is none."""
@@ -125,6 +132,7 @@ def lock(name: str, root="runs", patience: float = 20.0):
 
 _BLOCK = 512
 _MARK = "essa_mpi sha256 "
+STARTED = "# started by: python -m essa_mpi "      # the first line of config.toml
 
 
 class _Damaged(Exception):

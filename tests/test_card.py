@@ -127,7 +127,7 @@ def test_it_says_what_was_done_on_what_and_with_which_numbers(copied):
     data = section(card, "Data")
     assert data.splitlines() == [
         f"- Task `{config.task}`, reward `exact`",
-        f"- Rows: 13 to evolve on, 5 for validation (`{config.validation_data}`), 4 held out; no prompt is in two of "
+        f"- Rows: 13 to learn from, 5 for validation (`{config.validation_data}`), 4 held out; no prompt is in two of "
         f"these",
         "- Prompts with plain text and the system prompt `` Be `brief`. ``; greedy, at most 512 new tokens",
         f"- Hash of all rows (SHA-256, 64 bits): `{known['rows_hash']}`",

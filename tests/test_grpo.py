@@ -235,7 +235,9 @@ def test_names_of_the_methods(settings):
 @pytest.mark.parametrize("keys, says", [
     ({"temperature": 0.0}, "temperature = 0.0: the rollouts of a prompt would all be the same"),
     ({"top_p": 0.9}, "top_p = 0.9"),
-    ({"samples": 3}, "samples = 3: .* leave samples at 1"),
+    ({"samples": 3}, "samples = 3: .* set samples = 1"),
+    ({"temperature": 0.003}, "temperature = 0.003: vLLM draws at no less than 0.01"),
+    ({"rows": "growing"}, "rows = 'growing'"), ({"lr": 1e39}, "lr = 1e[+]39: must be .* at most 1000"),
     ({"mode": "merged"}, "mode = 'merged': parameters = 'lora'"),
     ({"mini_batch": 9}, "mini_batch = 9: must be at most batch = 5"),
     ({"clip_low": 1.5}, "clip_low = 1.5: must be at most 1"),
@@ -247,15 +249,55 @@ def test_what_cannot_be_trained_is_refused_in_one_line(settings, keys, says):
     assert re.search(says, refusal(lambda: settings(**keys)))
 
 
-def test_focal_without_a_threshold_needs_binary_rewards(settings):
-    class Graded(Drawn):
-        def score(self, *arguments, rollouts=None, **named):
-            some = []
-            found = super().score(*arguments, rollouts=some, **named)
-            rollouts += [replace(r, reward=0.25) for r in some]
-            return found
-    config = settings(focal_gamma=1.0)
+class Changed(Drawn):
+    """Rollouts with something in them replaced."""
+
+    def __init__(self, config, change):
+        super().__init__(config)
+        self._change = change
+
+    def score(self, *arguments, rollouts=None, **named):
+        some = []
+        found = super().score(*arguments, rollouts=some, **named)
+        rollouts += [self._change(r) for r in some]
+        return found
+
+
+def told(config, change):
+    """The refusal that training ends with, if its rollouts are changed so; the learner, if with none."""
     policy = Policy(config, Spectrum.load(config.adapter, config.alpha))
     learner = Learner(policy.parameters.start, config)
-    message = refusal(lambda: learn(config, alone(), TASK, Graded(config), policy, learner, 0, 0, lambda step: None))
+    learn(config, alone(), TASK, Changed(config, change), policy, learner, 0, 0, lambda step: None)
+    return learner
+
+
+@pytest.mark.parametrize("keys", [{"mini_batch": 2}, {"mini_batch": 2, "inner_epochs": 2}, {"inner_epochs": 3}, {}], ids=str)
+def test_an_unchanged_policy_has_no_divergence_to_learn_from(settings, keys):
+    """All rewards equal, so only the divergence is left, and at the start it is 0: to the bit, in whatever parts."""
+    config = settings(kl=0.1, weight_decay=0.0, generations=1, **keys)
+    learner = told(config, lambda r: replace(r, reward=1.0))
+    np.testing.assert_array_equal(learner.flat, Policy(config, Spectrum.load(config.adapter, config.alpha)).parameters.start)
+    assert learner.updates == (3 if "mini_batch" in keys else 1) * keys.get("inner_epochs", 1)
+
+
+def test_rollouts_that_all_lack_a_reward_end_it(settings):
+    message = refusal(lambda: told(settings(), lambda r: replace(r, reward=float("nan"))))
+    assert message.startswith("step 0: no rollout has a reward: 0 prompts did not fit max_model_len, 20 rewards are missing")
+
+
+def test_a_policy_without_probabilities_ends_it(settings):
+    """Before its nan gets anywhere: an engine answers with empty completions then, and all groups are flat."""
+    def broken(rollout):
+        drawn = rollout.completion
+        return replace(rollout, completion=replace(drawn, logprobs=(float("nan"),) * len(drawn.tokens)))
+    assert "gives no probabilities any more (nan); lower lr = 0.01" in refusal(lambda: told(settings(), broken))
+
+
+def test_values_that_are_not_finite_any_more_end_it(settings):
+    learner = Learner(np.full(4, 3e38, np.float32), replace(settings(), lr=1e3, warmup_steps=0, weight_decay=1e3))
+    assert "trained values are not finite any more; lower lr" in refusal(lambda: learner.update(np.ones(4, np.float32)))
+
+
+def test_focal_without_a_threshold_needs_binary_rewards(settings):
+    message = refusal(lambda: told(settings(focal_gamma=1.0), lambda r: replace(r, reward=0.25)))
     assert "needs focal_threshold" in message and "0.25" in message

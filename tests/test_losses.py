@@ -232,7 +232,7 @@ def step(rewards, **keys):
     busy = SimpleNamespace(place=0.0, generate=0.0, score=0.0)
     scorer, task = SimpleNamespace(score=lambda *_, rollouts: ([], busy, [])), SimpleNamespace(train=None)
     every = SimpleNamespace(batch=lambda n: list(range(len(rewards))))
-    return rollouts.draw(config, world, scorer, task, every, None, 0, 0, lambda: 0.0, False)
+    return rollouts.draw(config, world, scorer, task, every, None, 0, 0, lambda: 0.0, lambda: False)
 
 
 REWARDS = [[0, 1, 1, 0], [0.0, 0, 0, 1], [1, 1, 1, 1], [NAN, 1, 0, NAN]]

@@ -295,11 +295,11 @@ def test_the_learner_is_torchs_adamw(settings, keys):
     optimiser = torch.optim.AdamW(tensors, 0.01, (0.9, 0.999), 1e-8, weight_decay=keys.get("weight_decay", 0.1))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda done: min(1.0, (done + 1) / warm) if warm else 1.0)
     for gradient in gradients(5):
-        assert ours.rate() == pytest.approx(schedule.get_last_lr()[0])
+        rate = schedule.get_last_lr()[0]
         for tensor, part in zip(tensors, torch.from_numpy(gradient).split(sizes)):
             tensor.grad = part.reshape(tensor.shape).clone()
         norm = torch.nn.utils.clip_grad_norm_(tensors, limit or np.inf)
-        assert ours.update(gradient) == pytest.approx(norm.item())
+        assert ours.update(gradient) == pytest.approx(norm.item()) and ours.rate == pytest.approx(rate)
         optimiser.step(), schedule.step()
         wanted = torch.cat([tensor.detach().ravel() for tensor in tensors]).numpy()
         np.testing.assert_allclose(ours.flat, wanted, rtol=1e-6, atol=1e-7)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import trace
-from ..config import Config
+from ..config import Config, UserError
 from ..departure import Departure
 from ..evolve import Stopwatch
 from ..rows import Rows
@@ -57,6 +57,7 @@ def learn(config: Config, world: World, task, scorer, policy: Policy, learner: L
     objective, rows, clock = objective_of(config), Rows(config, len(task.train)), Stopwatch()
     departure, stop = departure or Departure(config.max_seconds), 0
     policy.place(learner.flat)
+    training = 0.0      # seconds, of the last step
     for number in range(start, config.generations):
         trace.generation(number)
         from_here = time.perf_counter()
@@ -66,14 +67,21 @@ def learn(config: Config, world: World, task, scorer, policy: Policy, learner: L
         if validates:
             validation = validate(placed, digest)
             clock()     # what it took is in nobody's wait
-        step = draw(config, world, scorer, task, rows, placed, cursor, digest, clock, departure.asked)
+        # Asked when the rollouts are there: training is still to come.
+        step = draw(config, world, scorer, task, rows, placed, cursor, digest, clock, lambda: departure.asked(training))
         cursor += step.draws
-        rate, (norms, sums, sent, seconds) = learner.rate(), updates(config, world, objective, policy, learner, step)
+        if not np.isfinite(step.drawn).any():
+            raise UserError(f"step {number}: no rollout has a reward: {step.exchanged.total('too_long')} prompts did not fit "
+                            f"max_model_len, {step.drawn.size} rewards are missing; raise max_model_len, or see why the "
+                            f"reward gives none (logs/)")
+        training = time.monotonic()
+        norms, sums, sent, seconds = updates(config, world, objective, policy, learner, step)
+        training = time.monotonic() - training
         clock()
         shared = world.gather(np.array([sums[name] for name in SUMS] + [seconds["train"], seconds["allreduce"]]))
         totals = dict(zip(SUMS, shared[:, :len(SUMS)].sum(0)))
         totals["mismatch_most"] = float(shared[:, SUMS.index("mismatch_most")].max())
-        record(Training(number, step, learner.digest(), rate, norms, totals, validation,
+        record(Training(number, step, learner.digest(), learner.rate, norms, totals, validation,
                         len(task.validation) if validates else 0, sent, cursor,
                         {**step.seconds, **seconds, "total": time.perf_counter() - from_here}, shared[:, len(SUMS):]))
         stop = step.stop
@@ -92,14 +100,17 @@ def updates(config: Config, world: World, objective: Objective, policy: Policy, 
     began = time.perf_counter()
     batches = -(-len(step.rewards) // (config.mini_batch or len(step.rewards)))
     parts = [sequences_of(step, range(part, len(step.rewards), batches), objective.kl > 0) for part in range(batches)]
-    everything = [s for part, _, _ in parts for s in part]
+    # Part by part, in the micro-batches that the gradient has: in others the last bits would differ, and an unchanged
+    # policy would have ratios that are not 1 and a divergence that is not 0.
     if batches * config.inner_epochs > 1:
-        for s, old in zip(everything, policy.log_probabilities(everything)):
-            s.old = old
+        for part, _, _ in parts:
+            for s, old in zip(part, policy.log_probabilities(part)):
+                s.old = old
     if objective.kl:
         policy.place(policy.parameters.start)
-        for s, reference in zip(everything, policy.log_probabilities(everything)):
-            s.reference = reference
+        for part, _, _ in parts:
+            for s, reference in zip(part, policy.log_probabilities(part)):
+                s.reference = reference
         policy.place(learner.flat)
     for _ in range(config.inner_epochs):
         for part, tokens, count in parts:

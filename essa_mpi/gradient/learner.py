@@ -11,11 +11,12 @@ from ..config import Config, UserError
 class Learner:
     """A flat vector (P,) float32 under AdamW, with a linear warm-up and a clipped norm.
 
-    Attributes: flat; updates (done so far). (F-GRPO's appendix: betas .9 and .999, weight decay .01, norm 1.)
+    Attributes: flat; updates (done so far); rate (learning rate of the last update, nan before the first).
+    (F-GRPO's appendix: betas .9 and .999, weight decay .01, norm 1.)
     """
 
     def __init__(self, start: np.ndarray, config: Config):
-        self._config, self.updates = config, 0
+        self._config, self.updates, self.rate = config, 0, float("nan")
         self._weights = torch.nn.Parameter(torch.from_numpy(start.copy()))
         self._optimiser = torch.optim.AdamW([self._weights], lr=config.lr, betas=(0.9, 0.999), eps=1e-8,
                                             weight_decay=config.weight_decay)
@@ -24,22 +25,27 @@ class Learner:
     def flat(self) -> np.ndarray:
         return self._weights.detach().numpy().copy()
 
-    def rate(self) -> float:
-        """The learning rate of the next update."""
+    def _next_rate(self) -> float:
         warm = self._config.warmup_steps
         return self._config.lr * min(1.0, (self.updates + 1) / warm) if warm else self._config.lr
 
     def update(self, gradient: np.ndarray) -> float:
-        """One step against `gradient` (P,) float32; its norm before clipping. Raises UserError if it is not finite."""
+        """One step against `gradient` (P,) float32; its norm before clipping.
+
+        Raises UserError if the gradient is not finite, or what comes of it.
+        """
         gradient = torch.from_numpy(gradient)
         norm = gradient.double().norm().item()
         if not np.isfinite(norm):
             raise UserError(f"update {self.updates + 1}: the gradient is {norm}; lower lr = {self._config.lr:g}")
         limit = self._config.clip_norm
         self._weights.grad = gradient * min(1.0, limit / (norm + 1e-6)) if limit else gradient
-        self._optimiser.param_groups[0]["lr"] = self.rate()
+        self._optimiser.param_groups[0]["lr"] = self.rate = self._next_rate()
         self._optimiser.step()
         self.updates += 1
+        if not torch.isfinite(self._weights).all():
+            raise UserError(f"update {self.updates}: the trained values are not finite any more; lower lr = "
+                            f"{self._config.lr:g} or weight_decay = {self._config.weight_decay:g}")
         return norm
 
     def digest(self) -> int:

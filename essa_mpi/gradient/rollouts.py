@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..config import Config
+from ..config import Config, UserError
 from ..departure import bits
 from ..evolve import Stopwatch
 from ..rounds import together
@@ -42,8 +42,9 @@ def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor:
     """Draw batches of the train split, number `cursor` and on, until the step has its groups.
 
     One batch and one all-gather of scores (with the digest of the policy), then one of the rewards; with
-    dynamic_sampling up to that many of them. placed: what the engine places. stop() -> what this rank wants
-    after this step: see `departure`. Raises DigestError, and UserError from the reward.
+    dynamic_sampling up to that many of them. placed: what the engine places. stop() -> what this rank wants after this
+    step (see `departure`); if anything, nothing more is drawn. Raises DigestError, and UserError from the reward or if
+    the policy has no probabilities.
     """
     dynamic = config.dynamic_sampling > 0
     kept, mine, drawn, samples, found, stopping = [], {}, [], [], None, 0
@@ -53,6 +54,9 @@ def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor:
         local = []
         scores, busy, some = scorer.score([Arm("policy", placed, task.train, batch, 0)], world.share([len(batch)]),
                                           cursor + len(drawn), rollouts=local)
+        if not all(np.isfinite(r.completion.logprobs).all() for r in local):
+            raise UserError(f"draw {cursor + len(drawn)}: the policy gives no probabilities any more (nan); lower lr = "
+                            f"{config.lr:g}")
         busy.total = clock()
         more = world.exchange([len(batch)], scores, digest, busy, stop())
         began = time.perf_counter()
@@ -73,7 +77,7 @@ def draw(config: Config, world: World, scorer, task, rows: Rows, placed, cursor:
                 if of_it:
                     mine[len(kept) - 1] = of_it
         drawn.append(rewards)
-        if len(kept) == config.batch or len(drawn) >= max(1, config.dynamic_sampling):
+        if len(kept) == config.batch or len(drawn) >= max(1, config.dynamic_sampling) or stopping:
             break
     values = torch.from_numpy(np.array(kept).reshape(-1, config.group))
     scale = config.advantages == "std" or (config.advantages == "auto" and config.loss != "dr_grpo")

@@ -34,7 +34,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
         error = e
     world.agree(error)
     prepared = prepare(world, config)
-    folder, checkpoint, held = open_folder(world, config, prepared, resume, holds="policy")
+    folder, checkpoint, held = open_folder(world, config, prepared, resume, command="grpo")
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
     world.balance = Balance(world.size) if config.balance else None
@@ -49,6 +49,9 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     recorder = Recorder(world, config, prepared, folder, learner, checkpoint) if world.rank == 0 else None
     world.say(f"{config.name}: {title(config)} on {len(learner.flat)} {KINDS[config.parameters]}, {config.batch} prompts x "
               f"{config.group} rollouts, {world.size} rank{'s' * (world.size > 1)}")
+    if world.size > config.batch:
+        world.say(f"warning: {world.size} ranks but batch = {config.batch} prompts a step: a rank draws whole groups, so some "
+                  f"draw none; raise batch")
     if recorder:
         recorder.start_trackers()
 
@@ -92,10 +95,14 @@ def settled(config: Config) -> Config:
     """The config with what `grpo` decides. Raises UserError for what it cannot do."""
     if not config.temperature:
         raise UserError("config: temperature = 0.0: the rollouts of a prompt would all be the same; set temperature = 1.0")
+    if config.temperature < 0.01:
+        raise UserError(f"config: temperature = {config.temperature}: vLLM draws at no less than 0.01; set temperature = 1.0")
+    if config.rows == "growing":
+        raise UserError("config: rows = 'growing': `grpo` learns from `batch` prompts a step; set rows = 'fresh' or 'pool'")
     if config.top_p != 1:
         raise UserError(f"config: top_p = {config.top_p}: the trainer's probabilities are those of all tokens; set top_p = 1.0")
     if config.samples not in (1, config.group):
-        raise UserError(f"config: samples = {config.samples}: `grpo` draws `group` completions a prompt; leave samples at 1")
+        raise UserError(f"config: samples = {config.samples}: `grpo` draws `group` completions a prompt; set samples = 1")
     if config.mode == "auto":
         config = replace(config, mode="shared")
     if config.parameters == "lora" and config.mode != "shared":
@@ -191,13 +198,13 @@ class Recorder(Record):
         if self.is_due(t.number, step.stop):
             self.timed(lambda: self.save(t.number + 1, {"policy": {
                 **self._learner.state(), "cursor": np.int64(t.cursor), "steps": np.int64(t.number + 1)}}))
-        self._progress(t, counts, reward["mean_fitness"])
+        self._progress(t, counts, reward["mean_fitness"], mean["generate"], train)
 
     def _loss(self, t: Training) -> float:
         """The sum of the losses a token that has a gradient: its scale is not the objective's, its sign and trend are."""
         return t.sums["loss"] / max(1.0, t.sums["tokens"])
 
-    def _progress(self, t: Training, counts: dict, mean: float) -> None:
+    def _progress(self, t: Training, counts: dict, mean: float, generating: float, training: float) -> None:
         step, left = t.step, self.seconds_left(t.number, t.seconds["total"])
         parts = [f"step {t.number + 1}/{self._config.generations}", f"reward {mean:.3f}",
                  f"{len(step.drawn) - step.flat_groups} of {len(step.drawn)} groups differ"]
@@ -205,8 +212,7 @@ class Recorder(Record):
             parts.append(f"greedy on validation before it {t.validation:.3f}")
         if len(step.drawn) and np.isnan(step.drawn).any():
             parts.append(f"{int(np.isnan(step.drawn).sum())} rollouts without a reward")
-        parts.append(f"{t.seconds['total']:.1f} s ({t.seconds['generate']:.1f} generating, {t.seconds['train']:.1f} "
-                     f"training), about {duration(left)} left")
+        parts.append(f"{t.seconds['total']:.1f} s ({generating:.1f} generating, {training:.1f} training), about {duration(left)} left")
         self._world.say("  ".join(parts))
         for name, what in (("cut", "cut at max_tokens"), ("empty", "empty"), ("too_long", "not made: prompt too long")):
             made = counts["completions"] + counts["too_long"]
@@ -215,8 +221,8 @@ class Recorder(Record):
                 self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
         if step.flat_groups == len(step.drawn) and "flat" not in self._warned:
             self._warned.add("flat")
-            self._world.say("warning: in no group did the rewards differ, so nothing was learnt in this step (raise group or "
-                            "temperature; if all is wrong warm-start further, if all is right take harder rows)")
+            self._world.say("warning: in no group did the rewards differ, so there was nothing to learn from in this step (raise group "
+                            "or temperature; if all is wrong warm-start further, if all is right take harder rows)")
 
 
 def _finish(world, greedy: Config, prepared, folder: RunFolder, scorer, policy: Policy, learner, recorder) -> None:
