@@ -651,12 +651,12 @@ def test_kinds():
 
 
 def test_auto_takes_the_full_covariance_while_it_is_small():
-    assert choose(1)[0] == choose(8192)[0] == "fast" and choose(8193)[0] == choose(10**7)[0] == "limited"
-    assert choose(8192)[1] == "a full covariance of 512 MiB"
-    assert choose(32768)[1] == "a full covariance would be 8.0 GiB"
+    assert choose(1)[0] == choose(2048)[0] == "fast" and choose(2049)[0] == choose(10**7)[0] == "limited"
+    assert choose(2048)[1] == "a full covariance of 32 MiB"
+    assert choose(32768)[1] == "a full covariance, 8.0 GiB, would learn too slowly"
     few = make_search("auto", 5, 6, 0.3, 1, active=True)
     assert type(few) is FastCMA and few.active
-    many = make_search("auto", 8193, 4, 0.3, 1, step_size="tpa")
-    assert type(many) is LimitedCMA and (many.dimension, many.population, many.step_size) == (8193, 4, "tpa")
+    many = make_search("auto", 2049, 4, 0.3, 1, step_size="tpa")
+    assert type(many) is LimitedCMA and (many.dimension, many.population, many.step_size) == (2049, 4, "tpa")
     with pytest.raises(ValueError, match="active = True; allowed options of search = 'limited'"):
-        make_search("auto", 8193, 4, 0.3, 1, active=True)
+        make_search("auto", 2049, 4, 0.3, 1, active=True)
