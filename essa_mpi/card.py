@@ -141,6 +141,8 @@ def _data(config: Config, known: dict) -> str:
         prompt += f" and the system prompt {_code(config.system_prompt)}"
     drawn = "greedy" if config.temperature == 0 else (
         f"temperature {config.temperature:g}, top_p {config.top_p:g}, {config.samples} completions a row")
+    if "method" in known:
+        drawn = f"rollouts at temperature {config.temperature:g}, {config.group} a prompt, held-out scores greedy"
     stop = f", stopped by {_code(json.dumps(config.stop))}" if config.stop else ""
     lines.append(f"Prompts with {prompt}; {drawn}, at most {config.max_tokens} new tokens{stop}")
     for key, what in (("rows_hash", "all rows (SHA-256, 64 bits)"), ("model_hash", "the base model (SHA-256 of its config "

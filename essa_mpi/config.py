@@ -143,9 +143,9 @@ class Config:
     clip_low: float = _key(0.0, low=0.0)    # ratios below 1 - clip_low and above 1 + clip_high are clipped;
     clip_high: float = _key(0.0, low=0.0, high=1e6)   # 0 = the loss's own: grpo .2 .2, dapo .2 .28, cispo 1 5, dr_grpo .2 .2
     kl: float = _key(0.0, low=0.0, high=1e6)          # weight of the divergence from the warm start, estimated by k3
-    advantages: str = _key("auto", one_of=("auto", "std", "mean"))  # std: over the group's deviation; auto: dr_grpo's is mean
+    advantages: str = _key("auto", one_of=("auto", "std", "mean"))  # reward - mean, std: over the deviation; auto: mean for dr_grpo
     inner_epochs: int = _key(1, low=1)      # passes over a step's rollouts
-    mini_batch: int = _key(0, low=0)        # prompts an update; 0 = all of the step's
+    mini_batch: int = _key(0, low=0)        # prompts an update, about: the parts are equal; 0 = all of the step's
     micro_batch: int = _key(16, low=1)      # sequences in memory at once
     focal_gamma: float = _key(0.0, low=0.0)  # F-GRPO: advantages times (1 - share of right rollouts)^gamma; 0 = off
     focal_threshold: float | None = _key(None)  # the reward from which a rollout is right; not needed if they are 0 and 1

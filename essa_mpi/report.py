@@ -162,7 +162,7 @@ def show(path) -> str:
     checkpoint = load_checkpoint(folder)
     if checkpoint:
         lines.extend("  " + note for note in checkpoint.notes)
-        if checkpoint.generation < config.generations:
+        if checkpoint.generation < config.generations and _ended(folder) != checkpoint.generation:
             lines.append(f"  not finished: continue with `{'grpo' if method else 'run'} CONFIG --resume` (checkpoint {checkpoint.path})")
     if folder.summary.exists():
         try:
@@ -173,3 +173,11 @@ def show(path) -> str:
             lines.append(f"  the results below, and adapter/, are those of generation {summary['generations']}")
         lines.append(closing(summary, folder))
     return "\n".join(lines)
+
+
+def _ended(folder: RunFolder) -> int | None:
+    """The generation after which the run came to its end, be it by max_seconds."""
+    try:
+        return json.loads(folder.summary.read_text()).get("generations")
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -105,6 +105,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         if asked.adapter is not None:
             config = replace(config, adapter=asked.adapter, alpha=1.0)
         config = replace(config, racing=0)      # here everything is scored on all rows
+        if folder.command == "grpo" and config.samples == config.group:
+            config = replace(config, samples=0)     # that was of its rollouts: nothing is sampled unless asked for
         if world.rank == 0:
             _check_json(asked.json_path)
         prepared = Prepared(config)
@@ -117,8 +119,6 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
             _, result, answer, _ = answer_of(config, Path(run))
             vectors["warm_start"] = np.zeros(prepared.spectrum.dimension)
             vectors["trained" if answer == "trained" else "evolved"] = result
-            if answer == "trained":
-                config = replace(config, samples=1)     # of its rollouts there were `group`
         tasks = [(config.name, config, prepared.task.heldout, prepared.reward)] + [
             _further(config, file) for file in asked.tasks]
         names = [name for name, *_ in tasks]

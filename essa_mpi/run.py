@@ -41,7 +41,10 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     config = settle_mode(world, config, folder, checkpoint)
     search, answers = new_search(config, prepared.spectrum.dimension), Answers(prepared.spectrum.dimension)
     if checkpoint:
-        search.load_state(checkpoint["search"])
+        try:
+            search.load_state(checkpoint["search"])
+        except ValueError as error:
+            world.agree(UserError(f"--resume: {checkpoint['path']}: {error}"))
         if "answers" in checkpoint:     # not in those of release 0.1
             answers.load_state(checkpoint["answers"])
     recorder = (Recorder(world, config, prepared, folder, search, answers, checkpoint, engine=scorer_factory is None)

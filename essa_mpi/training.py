@@ -24,8 +24,9 @@ def left_pad(rows: list[list[int]], device: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "position_ids": positions.to(device)}
 
 
-def autocast(device: str):
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
+def autocast(device: str, dtype: str = "auto"):
+    """On a GPU bfloat16, unless float32 was asked for."""
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda" and dtype != "float32")
 
 
 def straighten(model) -> None:

@@ -27,6 +27,21 @@ class Worker(Placement, _Worker):
         elif settings["mode"] == "slots" and quantised:
             self.model_runner.load_lora_model = _lora_or_refuse(self.model_runner.load_lora_model)
         super().load_model(*args, **kwargs)
+        from vllm.model_executor.layers.attention import Attention
+        for module in self.model_runner.model.modules():
+            if isinstance(module, Attention):
+                module.register_forward_pre_hook(_keep_finite)
+
+
+def _keep_finite(attention, inputs):
+    """Keys and values that go into the cache are finite, whatever a candidate does to the model.
+
+    vLLM's CPU kernel reads whole blocks of the cache and masks what is not a sequence's: times zero, which a nan outlives.
+    One candidate that overflowed would spoil all that come after it. Other values keep their bits.
+    """
+    query, key, value, *rest = inputs
+    most = min(1e6, torch.finfo(key.dtype).max / 2)     # so that no product with them overflows either
+    return (query, *(torch.nan_to_num(x, nan=0.0).clamp(-most, most) for x in (key, value)), *rest)
 
 
 def _lora_or_refuse(load_lora_model):

@@ -286,6 +286,19 @@ def test_a_candidate_has_the_same_bits_whatever_was_placed_before(engine, oracle
     assert found[0] not in others
 
 
+def test_a_candidate_that_overflows_spoils_no_other(engine, oracle, prompts):
+    """Its nan would stay in the cache, and what reads it there, masked, is the next candidate."""
+    sane, wild = oracle.candidate(0), oracle.candidate(1) + 1e30
+    wanted = oracle.answers(prompts, sane)
+    assert ask_one(engine, sane, prompts) == wanted
+    assert ask_one(engine, wild, prompts) != wanted
+    assert ask_one(engine, sane, prompts) == wanted
+    assert ask_one(engine, None, prompts) == oracle.answers(prompts, None)
+    if engine.mode != "merged":     # also beside one another
+        engine.place([wild, sane])
+        assert ask(engine, *((k, prompt) for prompt in prompts for k in (0, 1)))[1::2] == wanted
+
+
 @when_merged
 def test_the_base_comes_back_bit_by_bit(engine, oracle, real_model):
     """Against the model's own file; and layers that are not adapted never move."""

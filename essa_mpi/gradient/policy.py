@@ -82,7 +82,7 @@ class Policy:
     def __init__(self, config: Config, spectrum: Spectrum):
         """Loads the base model a second time, beside the engine's. Raises UserError."""
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._temperature, self._micro_batch = config.temperature, config.micro_batch
+        self._temperature, self._micro_batch, self._dtype = config.temperature, config.micro_batch, config.train_dtype
         self.parameters = PARAMETERS[config.parameters](spectrum)
         dtype = config.train_dtype if config.train_dtype != "auto" else config.dtype
         try:
@@ -164,7 +164,7 @@ class Policy:
         tokens = torch.tensor([s.completion + [0] * (longest - len(s.completion)) for s in part], device=self.device)
         mask = torch.tensor([[1.0] * len(s.completion) + [0.0] * (longest - len(s.completion)) for s in part],
                             device=self.device)
-        with autocast(self.device):
+        with autocast(self.device, self._dtype):
             out = self.model(**first, use_cache=True, past_key_values=DynamicCache(), logits_to_keep=1)
             logits = out.logits[of]
             if longest > 1:

@@ -115,7 +115,7 @@ def settled(config: Config) -> Config:
     engine = config.vllm
     if config.temperature != 1:     # log-probabilities of what was drawn from, not of the model at temperature 1
         engine = {"logprobs_mode": "processed_logprobs", **engine}
-    return replace(config, samples=config.group, racing=0, vllm=engine)
+    return replace(config, samples=config.group, racing=0, reevaluate=0, answer="final", vllm=engine)
 
 
 def _policy(world: World, config: Config, prepared) -> Policy:
