@@ -199,7 +199,10 @@ def settings_of(model, adapter, mode, **more):
             "max_model_len": 320, "max_num_seqs": 32, "kv_cache_gib": 0.25, "max_tokens": TOKENS, **more}
 
 
-@pytest.fixture(scope="module", params=["slots", "shared", "merged"])
+MERGED = pytest.param("merged", marks=pytest.mark.slow)     # one candidate at a time: the mode least used
+
+
+@pytest.fixture(scope="module", params=["slots", "shared", MERGED])
 def engine(request, real_model, adapter):
     with EngineSession(settings_of(real_model, adapter, request.param),
                        SLOT_ORDER if request.param == "slots" else None) as session:
@@ -212,7 +215,7 @@ OTHERS = [f"model.layers.3.mlp.{name}" for name in ("gate_up_proj", "down_proj")
 
 in_batches = pytest.mark.parametrize("engine", ["slots", "shared"], indirect=True)
 in_slots = pytest.mark.parametrize("engine", ["slots"], indirect=True)
-when_merged = pytest.mark.parametrize("engine", ["merged"], indirect=True)
+when_merged = pytest.mark.parametrize("engine", [MERGED], indirect=True)
 
 
 def test_base_warm_start_and_candidates_answer_as_with_peft(engine, oracle, prompts):
@@ -440,8 +443,7 @@ class Length(Reward):
         return -abs(len(completion) - row.answer)
 
 
-@pytest.mark.parametrize("engine", ["slots", pytest.param("shared", marks=pytest.mark.slow),
-                                    pytest.param("merged", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("engine", ["slots", pytest.param("shared", marks=pytest.mark.slow), MERGED], indirect=True)
 def test_what_a_search_exports_answers_in_peft_as_in_the_engine(engine, oracle, real_model, adapter, tokenizer,
                                                                 prompts, tmp_path):
     """Two real generations through the scorer, a checkpoint, `export`; then peft reads what was written."""
@@ -644,8 +646,7 @@ def text_logprobs(real_model, oracle, long_prompts):
     return vectors, *([of(folder, dtype) for folder in folders] for dtype in (torch.float32, torch.bfloat16))
 
 
-@pytest.mark.parametrize("mode", ["shared", pytest.param("slots", marks=pytest.mark.slow),
-                                  pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["shared", pytest.param("slots", marks=pytest.mark.slow), MERGED])
 def test_bfloat16_log_probabilities(real_model, adapter, text_logprobs, long_prompts, mode):
     """At most twice as far from float32 as transformers + peft in bfloat16, root mean square: the bound flash-attention uses.
 
