@@ -2,7 +2,7 @@
 
     python -m benchmarks.race [--json FILE] [--seeds N] [--seconds S] [--table]
 
-First each method gets TRIALS tuning trials of half the time, judged greedily on validation rows: three learning rates
+First each method gets four tuning trials of half the time, judged greedily on validation rows: three learning rates
 (ESSA: three sigmas), then, with the best of these, another group size (ESSA: another population). Then all methods run
 with fresh seeds, and their final policies are scored on the same test rows: greedily on 1000, with 128 samples at
 temperature 1 on 100, and by their drift. Every run is a line of benchmarks/results/race.jsonl: started again, the command
@@ -29,7 +29,6 @@ from . import record
 RESULTS = "benchmarks/results/race.jsonl"
 RUNS = Path("runs")
 GREEDY_ROWS, SAMPLED_ROWS, SAMPLES, DRIFT_ROWS, VALIDATION_ROWS = 1000, 100, 128, 64, 400
-TRIALS = 4
 TRIAL_SEED, SEEDS = 501, (601, 602, 603, 604, 605)
 GRADIENT = {"key": "lr", "values": [3e-4, 1e-3, 3e-3], "then": {"group": 16, "batch": 16}}
 # What is tuned: three values of `key`, then `then` with the best of them (as many completions a step). How often the

@@ -30,6 +30,7 @@ class Record:
         self._inode = os.stat(folder.path).st_ino
         self._recent = deque(self.history.arrays()["times/seconds"][-5:], maxlen=5)
         self.last_checkpoint = 0.0
+        self._warned = set()        # kinds of warnings that were said: each is said once
 
     def start_trackers(self) -> None:
         """Once the engine is up: a start that fails leaves nothing of theirs, and they may start processes."""
@@ -82,6 +83,14 @@ class Record:
 
     def write_history(self) -> None:
         self.history.write(self._folder.history, self._provenance)
+
+    def warn_of(self, counts: dict) -> None:
+        """Say it, once a kind, if more than a tenth of the completions were cut, empty or not made."""
+        made = counts["completions"] + counts["too_long"]
+        for name, what in (("cut", "cut at max_tokens"), ("empty", "empty"), ("too_long", "not made: prompt too long")):
+            if counts[name] > 0.1 * made and name not in self._warned:
+                self._warned.add(name)
+                self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
 
     def seconds_left(self, number: int, seconds: float) -> float:
         """What the generations after this one will take, if they take what the last five took."""

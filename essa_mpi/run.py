@@ -245,7 +245,6 @@ class Recorder(Record):
         """engine: False if candidates go into none, so that none can be rounded."""
         super().__init__(world, config, folder, history_schema(config.population), checkpoint, provenance_of(world, config, prepared))
         self._search, self._answers, self._parts = search, answers, prepared.reward.names
-        self._warned = set()
         self._spectrum, self._rounding_checked = prepared.spectrum, np.inf if engine else 0.0
         self.check_rounding()
 
@@ -322,11 +321,7 @@ class Recorder(Record):
             parts.append(f"{g.missing} rows without a score")
         parts.append(f"{g.seconds['total']:.1f} s, about {duration(left)} left")
         self._world.say("  ".join(parts))
-        for name, what in (("cut", "cut at max_tokens"), ("empty", "empty"), ("too_long", "not made: prompt too long")):
-            made = counts["completions"] + counts["too_long"]
-            if counts[name] > 0.1 * made and name not in self._warned:
-                self._warned.add(name)
-                self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
+        self.warn_of(counts)
         said = advice(g, self._config.sigma)
         if said:
             self._world.say(said)

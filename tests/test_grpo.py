@@ -5,6 +5,7 @@ A tiny model is trained on rollouts that are a function of (draw, row, sample); 
 
 import hashlib
 import io
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -224,6 +225,18 @@ def test_max_seconds_ends_it(settings):
     config = replace(settings(generations=50), max_seconds=1e-9)
     _, _, steps = trained(config, alone())
     assert len(steps) == 1      # it had begun before its time was up
+
+
+def test_the_step_in_which_max_seconds_pass_is_the_last(settings):
+    class Slow(Drawn):
+        def score(self, *arguments, **named):
+            time.sleep(0.5)
+            return super().score(*arguments, **named)
+    config, numbers = replace(settings(generations=50), max_seconds=0.4), []
+    policy = Policy(config, Spectrum.load(config.adapter, config.alpha))
+    learn(config, alone(), TASK, Slow(config), policy, Learner(policy.parameters.start, config), 0, 0,
+          lambda step: numbers.append(step.number))
+    assert numbers == [0]       # not one more, begun when they had passed
 
 
 def test_names_of_the_methods(settings):

@@ -156,7 +156,7 @@ class Recorder(Record):
     def __init__(self, world, config, prepared, folder, learner, checkpoint):
         super().__init__(world, config, folder, schema(config), checkpoint,
                          {**provenance_of(world, config, prepared), "method": title(config)})
-        self._learner, self._parts, self._warned = learner, prepared.reward.names, set()
+        self._learner, self._parts = learner, prepared.reward.names
 
     def record(self, t: Training) -> None:
         """Write one step down. Raises UserError if the disk refuses."""
@@ -214,11 +214,7 @@ class Recorder(Record):
             parts.append(f"{int(np.isnan(step.drawn).sum())} rollouts without a reward")
         parts.append(f"{t.seconds['total']:.1f} s ({generating:.1f} generating, {training:.1f} training), about {duration(left)} left")
         self._world.say("  ".join(parts))
-        for name, what in (("cut", "cut at max_tokens"), ("empty", "empty"), ("too_long", "not made: prompt too long")):
-            made = counts["completions"] + counts["too_long"]
-            if counts[name] > 0.1 * made and name not in self._warned:
-                self._warned.add(name)
-                self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
+        self.warn_of(counts)
         if step.flat_groups == len(step.drawn) and "flat" not in self._warned:
             self._warned.add("flat")
             self._world.say("warning: in no group did the rewards differ, so there was nothing to learn from in this step (raise group "
