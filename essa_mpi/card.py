@@ -32,14 +32,18 @@ def of_run(config: Config, folder: RunFolder, checkpoint: Checkpoint, answer: st
         config = configuration.make(tomllib.loads(known["config"]))
     model = _code(config.model)
     what = f"{model} with an adapter merged into it" if merged else f"A LoRA adapter for {model}"
+    if answer == "trained":
+        tags, made = METHOD_TAGS["grpo"], _training(config, checkpoint)
+        told = f"trained with {known['method']} by essa_mpi, from a warm start on, by a reward."
+    else:
+        tags, made = METHOD_TAGS["essa"], _history(config, checkpoint, answer, spectrum)
+        told = (f"evolved by {PAPER} with essa_mpi: from a warm start on, CMA-ES searched the singular values of the "
+                f"adapter's factors, by a reward and with nothing but inference.")
     return "\n\n".join([
-        _front(config, merged, METHOD_TAGS["grpo" if answer == "trained" else "essa"]),
+        _front(config, merged, tags),
         f"# {config.name}",
-        f"{what}, trained with {known['method']} by essa_mpi, from a warm start on, by a reward." if answer == "trained" else
-        f"{what}, evolved by {PAPER} with essa_mpi: from a warm start on, CMA-ES searched the singular values of the "
-        f"adapter's factors, by a reward and with nothing but inference.",
-        "## How it was made", _training(config, checkpoint) if answer == "trained" else
-        _history(config, checkpoint, answer, spectrum),
+        f"{what}, {told}",
+        "## How it was made", made,
         "## Data", _data(config, known),
         "## Held-out scores", _scores(config, folder, checkpoint.generation, answer, merged),
         "## How to load it", _loading(config, spectrum, name, merged),

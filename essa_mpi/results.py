@@ -94,6 +94,7 @@ OF_THE_RUN = ("system_prompt", "chat", "max_tokens", "stop")
 
 def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     """Score base, warm start and result (or base and `asked.adapter`) on held-out rows, and what else is asked for."""
+    from .gradient.run import check_mode
     from .run import Prepared, start_scorer
     prepared = vectors = error = folder = texts = None
     tasks = []
@@ -105,8 +106,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         if asked.adapter is not None:
             config = replace(config, adapter=asked.adapter, alpha=1.0)
         config = replace(config, racing=0)      # here everything is scored on all rows
-        if folder.command == "grpo" and config.samples == config.group:
-            config = replace(config, samples=0)     # that was of its rollouts: nothing is sampled unless asked for
+        if folder.command == "grpo" and config.samples == 1:
+            config = replace(config, samples=0)     # temperature is its rollouts': nothing is sampled unless asked for
         if world.rank == 0:
             _check_json(asked.json_path)
         prepared = Prepared(config)
@@ -116,6 +117,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         if asked.adapter is not None:
             vectors["adapter"] = np.zeros(prepared.spectrum.dimension)
         else:
+            if folder.command == "grpo":
+                check_mode(config)      # said before an engine is loaded
             _, result, answer, _ = answer_of(config, Path(run))
             vectors["warm_start"] = np.zeros(prepared.spectrum.dimension)
             vectors["trained" if answer == "trained" else "evolved"] = result

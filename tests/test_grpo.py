@@ -69,7 +69,7 @@ class Drawn:
             scores.append(TileScore())
             for place in range(tile.start, tile.stop):
                 index, rewards = int(arm.indices[place]), []
-                for sample in range(self._config.samples):
+                for sample in range(self._config.group):
                     word = int.from_bytes(hashlib.blake2b(f"{generation} {index} {sample}".encode(), digest_size=8).digest())
                     tokens = tuple((word >> 3 * k) % 40 for k in range(1 + word % 6))
                     rewards.append(float("nan") if (index, sample) in self._missing else float(tokens[0] % 2))

@@ -82,6 +82,9 @@ def test_lora_trained_killed_resumed_evaluated_exported(mpirun, files, tmp_path)
     other = mpirun(1, "run", "runs/run/config.toml", "--resume", cwd=tmp_path, timeout=100)
     assert other.rc == 2 and "was started by `grpo`; continue it with that command" in other.stderr
 
+    other = mpirun(1, "eval", "runs/run", "--set", "mode=merged", cwd=tmp_path, timeout=100)
+    assert other.rc == 2 and "mode = 'merged': parameters = 'lora' changes what candidates share" in other.stderr
+    assert "engines ready" not in other.stdout
     found = mpirun(2, "eval", "runs/run", "--json", "found.json", cwd=tmp_path, timeout=400)
     assert found.rc == 0, found.stderr
     found = json.loads((tmp_path / "found.json").read_text())

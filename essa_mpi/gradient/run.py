@@ -38,7 +38,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
     world.balance = Balance(world.size) if config.balance else None
-    scorer = start_scorer(world, config, prepared, folder, scorer_factory)
+    scorer = start_scorer(world, replace(config, samples=config.group), prepared, folder, scorer_factory)
     policy = _policy(world, config, prepared)
     learner, cursor, start = Learner(policy.parameters.start, config), 0, 0
     if checkpoint:
@@ -55,7 +55,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     if recorder:
         recorder.start_trackers()
 
-    greedy = replace(config, temperature=0.0, samples=1)
+    greedy = replace(config, temperature=0.0)
     validating = scorer.like(greedy, prepared.reward)
 
     def validate(placed, digest):
@@ -101,12 +101,11 @@ def settled(config: Config) -> Config:
         raise UserError("config: rows = 'growing': `grpo` learns from `batch` prompts a step; set rows = 'fresh' or 'pool'")
     if config.top_p != 1:
         raise UserError(f"config: top_p = {config.top_p}: the trainer's probabilities are those of all tokens; set top_p = 1.0")
-    if config.samples not in (1, config.group):
+    if config.samples != 1:
         raise UserError(f"config: samples = {config.samples}: `grpo` draws `group` completions a prompt; set samples = 1")
     if config.mode == "auto":
         config = replace(config, mode="shared")
-    if config.parameters == "lora" and config.mode != "shared":
-        raise UserError(f"config: mode = {config.mode!r}: parameters = 'lora' changes what candidates share; use mode = 'shared'")
+    check_mode(config)
     if config.mini_batch > config.batch:
         raise UserError(f"config: mini_batch = {config.mini_batch}: must be at most batch = {config.batch}")
     objective = objective_of(config)
@@ -115,7 +114,13 @@ def settled(config: Config) -> Config:
     engine = config.vllm
     if config.temperature != 1:     # log-probabilities of what was drawn from, not of the model at temperature 1
         engine = {"logprobs_mode": "processed_logprobs", **engine}
-    return replace(config, samples=config.group, racing=0, reevaluate=0, answer="final", vllm=engine)
+    return replace(config, racing=0, reevaluate=0, answer="final", vllm=engine)
+
+
+def check_mode(config: Config) -> None:
+    """Raise UserError for a mode in which the engine cannot hold what is trained."""
+    if config.parameters == "lora" and config.mode != "shared":
+        raise UserError(f"config: mode = {config.mode!r}: parameters = 'lora' changes what candidates share; use mode = 'shared'")
 
 
 def _policy(world: World, config: Config, prepared) -> Policy:
