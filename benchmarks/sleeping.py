@@ -158,7 +158,7 @@ def study(world: World, place: seat.Seat, seconds: float, repeats: int) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sleeping", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results there, and every generation into a .csv beside it")
+    parser.add_argument("--json", metavar="FILE", help="write the results there, every generation into a .csv and a plot beside it")
     parser.add_argument("--seconds", type=float, default=16.0, help="of a generation of strong scaling on one rank (default 16)")
     parser.add_argument("--repeats", type=int, default=5, help="generations measured after a first (default 5)")
     options = parser.parse_args()
@@ -174,6 +174,10 @@ def main() -> None:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)
+        try:
+            plot(Path(options.json).with_suffix(".png"), lines)
+        except ImportError:
+            print("no plot: matplotlib is not installed (pip install essa_mpi[plots])")
     ratios = {f"measured_over_plan_{line['scaling']}_{line['ranks']}": line["measured_over_plan"] for line in lines}
     record.write(options.json, "sleeping", lines, ratios, versions=record.versions("essa_mpi", "numpy", "mpi4py"),
                  answers={key: value for key, value in about.items() if key != "lengths"})
@@ -186,6 +190,28 @@ def told(lines: list[dict]) -> None:
         print(f"  {line['scaling']:<7} {line['ranks']:6d} {line['seconds']:8.3f} {line['efficiency']:11.3f} {line['load_balance']:13.3f} "
               f"{line['communication_efficiency']:14.3f} {line['parallel_efficiency']:9.3f} {line['plan_seconds']:9.3f} "
               f"{line['measured_over_plan']:16.3f}{'  oversubscribed' * line['oversubscribed']}")
+
+
+def plot(path: Path, lines: list[dict]) -> None:
+    """Efficiency over ranks, as measured and by `plan`, as a PNG. Raises ImportError without matplotlib."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+    figure, axes = pyplot.subplots(figsize=(6, 3.4))
+    for scaling, color in (("strong", "C0"), ("weak", "C1")):
+        mine = [line for line in lines if line["scaling"] == scaling]
+        ranks = [line["ranks"] for line in mine]
+        axes.plot(ranks, [line["efficiency"] for line in mine], "-o", color=color, label=f"{scaling}, measured")
+        planned = [mine[0]["plan_seconds"] / line["plan_seconds"] / (1 if scaling == "weak" else line["ranks"]) for line in mine]
+        axes.plot(ranks, planned, "--", color=color, label=f"{scaling}, by plan")
+    axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.1),
+             title="sleeping engines" + ", more ranks than cores" * any(line["oversubscribed"] for line in lines))
+    axes.set_xticks(ranks, [str(count) for count in ranks])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":
