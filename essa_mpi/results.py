@@ -94,7 +94,6 @@ OF_THE_RUN = ("system_prompt", "chat", "max_tokens", "stop")
 
 def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     """Score base, warm start and result (or base and `asked.adapter`) on held-out rows, and what else is asked for."""
-    from .gradient.run import check_mode
     from .run import Prepared, start_scorer
     prepared = vectors = error = folder = texts = None
     tasks = []
@@ -118,6 +117,7 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
             vectors["adapter"] = np.zeros(prepared.spectrum.dimension)
         else:
             if folder.command == "grpo":
+                from .gradient.run import check_mode
                 check_mode(config)      # said before an engine is loaded
             _, result, answer, _ = answer_of(config, Path(run))
             vectors["warm_start"] = np.zeros(prepared.spectrum.dimension)
