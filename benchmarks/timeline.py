@@ -3,7 +3,7 @@
     mpirun -n 4 python -m essa_mpi run jobs/quickstart.toml --set generations=2 --trace trace.json
     python -m benchmarks.timeline trace.json trace.png
 
-Prints the seconds of each kind, summed over the ranks, of each generation.
+Prints the seconds of each kind, summed over the ranks, of each generation. The picture ends with the last generation.
 """
 
 import argparse
@@ -25,9 +25,10 @@ def main() -> None:
     table = collections.defaultdict(collections.Counter)
     for event in events:
         table[event["args"]["generation"]][event["name"]] += event["dur"] / 1e6
-    for generation, seconds in sorted(table.items()):
-        print(f"generation {generation}: " + ", ".join(f"{name} {seconds[name]:.3f} s" for name in trace.NAMES if name in seconds))
-    draw(events, options.picture)
+    for generation, seconds in table.items():
+        of = "after them" if generation == trace.AFTER else f"generation {generation}"
+        print(f"{of}: " + ", ".join(f"{name} {seconds[name]:.3f} s" for name in trace.NAMES if name in seconds))
+    draw([event for event in events if event["args"]["generation"] != trace.AFTER], options.picture)
 
 
 def draw(events: list[dict], path: str) -> None:

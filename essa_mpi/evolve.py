@@ -82,6 +82,7 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
         stop = bits(exchanged.header["stop"])
         if stop:
             break
+    trace.generation(trace.AFTER)
     world.exchange([], [], digest, Busy())
     return stop
 

@@ -41,6 +41,7 @@ class Seat:
     local_size: int
     cores: list[int]      # this rank may run on
     gpus: list[str]       # of this rank's engine, as CUDA_VISIBLE_DEVICES names them; empty without GPUs
+    crowded: bool = False # ranks of some host share cores
 
 
 def check_launcher(size: int, library: str, environment=os.environ) -> None:
@@ -177,10 +178,10 @@ def take() -> Seat:
     # One engine thread a core of ours, unless the user chose. Ranks that share a core take one each:
     # two OpenMP teams that spin on the same cores were seen to run ten times slower than two threads.
     # As many on every rank, or BLAS would round the search differently on hosts with more cores a rank.
-    threads = thread_count(hosts, comm.allgather(cores))
+    everybodys = comm.allgather(cores)
     for name in _THREADS:
-        os.environ.setdefault(name, str(threads))
-    return Seat(MPI, library, hosts, cpus, local_rank, local_size, cores, [])
+        os.environ.setdefault(name, str(thread_count(hosts, everybodys)))
+    return Seat(MPI, library, hosts, cpus, local_rank, local_size, cores, [], share_cores(hosts, everybodys))
 
 
 def take_gpus(seat: Seat, tensor_parallel: int) -> None:
@@ -215,11 +216,15 @@ def spread(affinities: list[list[int]], local_rank: int, machine: list[int]) -> 
 
 def thread_count(hosts: list[str], cores: list[list[int]]) -> int:
     """Threads of every rank: the fewest cores any has, or 1 if ranks of a host share cores. (size,) each."""
+    return 1 if share_cores(hosts, cores) else min(map(len, cores))
+
+
+def share_cores(hosts: list[str], cores: list[list[int]]) -> bool:
+    """Whether any two ranks of a host may run on the same core. (size,) each."""
     taken = {}
     for host, some in zip(hosts, cores):
         taken.setdefault(host, []).extend(some)
-    shared = any(len(set(all_cores)) < len(all_cores) for all_cores in taken.values())
-    return 1 if shared else min(map(len, cores))
+    return any(len(set(all_cores)) < len(all_cores) for all_cores in taken.values())
 
 
 def _bind(affinities, local_rank):

@@ -3,7 +3,7 @@
 The names are fixed: perturb, place, generate, score, wait, allgather, update, checkpoint (and train, allreduce of the
 gradient methods). Waiting and gathering are one MPI call; what of it was waiting follows from the busy times in the
 all-gather's header, so that no run needs a barrier. With --trace ranks exchange some messages at the start, to align
-their clocks.
+their clocks. What follows the last generation, above all the held-out scores, has the generation AFTER.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ import sys
 import time
 
 NAMES = ("perturb", "place", "generate", "score", "wait", "allgather", "update", "checkpoint", "train", "allreduce")
+
+AFTER = -1
 
 _events = None      # [(name, start, end, generation)], perf_counter seconds; None: not kept
 _zero = 0.0
@@ -73,7 +75,8 @@ def span(name: str):
 def doing() -> str:
     """What this rank is at, or was at last, in words."""
     name, since = _doing
-    return f"generation {_generation}: {name} since {time.perf_counter() - since:.0f} s"
+    where = f"generation {_generation}" if _generation != AFTER else "after the last generation"
+    return f"{where}: {name} since {time.perf_counter() - since:.0f} s"
 
 
 def note(name: str, began: float, ended: float) -> None:

@@ -81,7 +81,8 @@ class Drawn:
 
 def world_of(comm, counting=False):
     from mpi4py import MPI
-    seat = SimpleNamespace(mpi=MPI, hosts=["here"] * comm.Get_size(), cpus=["cpu"] * comm.Get_size())
+    seat = SimpleNamespace(mpi=MPI, hosts=["here"] * comm.Get_size(), cpus=["cpu"] * comm.Get_size(),
+                           crowded=False)
     world = World(seat, Counting(comm) if counting else comm)
     world.out, world.err = io.StringIO(), io.StringIO()
     return world

@@ -446,7 +446,8 @@ def test_a_trace_has_every_ranks_time_on_one_clock(mpirun, folder):
     events = trace.read(folder / "trace.json")
     assert {e["name"] for e in events} == {"perturb", "wait", "allgather", "update", "checkpoint"}
     assert {e["pid"] for e in events} == {0, 1, 2} and {e["pid"] for e in events if e["name"] == "checkpoint"} == {0}
-    for g in range(2):      # the last one's also has the closing check
+    assert {e["args"]["generation"] for e in events} == {0, 1, 2, trace.AFTER}        # the closing check
+    for g in range(3):
         of_g = {name: [e for e in events if e["name"] == name and e["args"]["generation"] == g] for name in ("wait", "allgather")}
         # In microseconds: nobody leaves an all-gather before the last has come; on a crowded machine some leave late.
         last = max(e["ts"] for e in of_g["wait"])

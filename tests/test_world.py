@@ -9,6 +9,7 @@ import statistics
 import sys
 import threading
 import time
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,16 +333,17 @@ def test_ranks_of_a_host_have_cores_of_their_own(affinities, machine, expected):
     assert [seating.spread(affinities, r, list(range(machine))) for r in range(len(affinities))] == expected
 
 
-@pytest.mark.parametrize("hosts, cores, threads", [
-    ("a", [[0, 1, 2]], 3),
-    ("aa", [[0], [1]], 1),
-    ("aabb", [[0, 1], [2, 3], [0, 1, 2, 3], [4, 5, 6, 7]], 2),     # equal on all, or BLAS would round differently
-    ("aa", [[0, 1], [0, 1]], 1),                                  # shared cores
-    ("aab", [[0, 1], [1, 2], [0, 1, 2, 3]], 1),
-    ("ab", [[0, 1], [0, 1]], 2),                                  # the same numbers on two hosts are two sets
+@pytest.mark.parametrize("hosts, cores, threads, shared", [
+    ("a", [[0, 1, 2]], 3, False),
+    ("aa", [[0], [1]], 1, False),
+    ("aabb", [[0, 1], [2, 3], [0, 1, 2, 3], [4, 5, 6, 7]], 2, False),     # equal on all, or BLAS would round differently
+    ("aa", [[0, 1], [0, 1]], 1, True),
+    ("aab", [[0, 1], [1, 2], [0, 1, 2, 3]], 1, True),
+    ("ab", [[0, 1], [0, 1]], 2, False),                                  # the same numbers on two hosts are two sets
 ])
-def test_every_rank_has_the_same_number_of_threads(hosts, cores, threads):
+def test_every_rank_has_the_same_number_of_threads(hosts, cores, threads, shared):
     assert seating.thread_count(list(hosts), cores) == threads
+    assert seating.share_cores(list(hosts), cores) == shared
 
 
 @pytest.mark.parametrize("visible, local_size, tensor_parallel, expected", [
@@ -520,11 +522,11 @@ def test_an_exit_of_a_thread_is_no_failure(lonely, monkeypatch):
 
 # -- on real ranks ------------------------------------------------------------------------------------
 
-def real_world(counting=False):
+def real_world(counting=False, crowded=False):
     from mpi4py import MPI
     size = MPI.COMM_WORLD.Get_size()
     comm = Counting(MPI.COMM_WORLD) if counting else None
-    world = World(seat_of(MPI, size), comm)
+    world = World(replace(seat_of(MPI, size), crowded=crowded), comm)
     world.out, world.err = io.StringIO(), io.StringIO()
     return world
 
@@ -551,6 +553,32 @@ def test_ranks_add_up_to_the_exact_sums(lengths, kind):
     most = max(len(share(lengths, r, world.size)) for r in range(world.size))
     assert world.comm.sent == [result.bytes_sent] == [8 * (len(HEADER) + TILE_WORDS * most)]
     same_everywhere([(arm.mean(result.worst).hex(), repr(arm.stderr(result.worst))) for arm in result.arms])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_share_cores_wait_asleep_and_learn_the_same():
+    """Who waits must not take the core from who works; what is exchanged is no other, and still one all-gather."""
+    lengths = [5, 3]
+    rewards = rewards_for(lengths, "fractions", gaps=0.2)
+    world, plain = real_world(counting=True, crowded=True), real_world()
+    mine = scored(world.share(lengths), rewards)
+    wanted = plain.exchange(lengths, mine, 42, Busy(total=0.25))
+    plain.comm.Barrier()
+    if world.rank == 0:
+        time.sleep(1.0)
+    began = time.process_time()
+    result = world.exchange(lengths, mine, 42, Busy(total=0.25 + (world.rank == 0)))
+    assert time.process_time() - began < 0.3
+    assert result.arms == wanted.arms and result.worst == wanted.worst
+    assert world.comm.calls == {"Iallgather": 1}
+    values = np.arange(10.0) + world.rank
+    assert world.gather(values).tolist() == plain.gather(values).tolist()
+    at = [tile for tile in world.share([7])]
+    cells = np.concatenate([np.arange(tile.start, tile.stop) * 1.5 for tile in at] + [np.empty(0)]).reshape(-1, 1)
+    assert world.collect(cells, [7]).ravel().tolist() == [1.5 * k for k in range(7)]
+    total = np.float32([1, 2, world.rank])
+    world.reduce(total)
+    assert total.tolist() == [world.size, 2 * world.size, sum(range(world.size))]
 
 
 @pytest.mark.mpi(min_size=2)

@@ -87,6 +87,7 @@ def learn(config: Config, world: World, task, scorer, policy: Policy, learner: L
         stop = step.stop
         if stop:
             break
+    trace.generation(trace.AFTER)
     world.exchange([], [], learner.digest(), Busy())
     return stop
 
