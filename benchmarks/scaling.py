@@ -178,6 +178,7 @@ class Stub:
     def __init__(self, ranks: int):
         self.COMM_WORLD, self.ranks, self.mpi = self, ranks, self
         self.hosts = self.cpus = [""] * ranks
+        self.crowded = False
 
     def Get_rank(self) -> int:
         return 0

@@ -162,6 +162,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=16.0, help="of a generation of strong scaling on one rank (default 16)")
     parser.add_argument("--repeats", type=int, default=5, help="generations measured after a first (default 5)")
     options = parser.parse_args()
+    if options.repeats < 1 or not 0 < options.seconds < float("inf"):
+        parser.error("--repeats and --seconds must be above 0")
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: its folder does not exist; make it first")
     place = seat.take()
     world = World(place)
     world.install_hooks()

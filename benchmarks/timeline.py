@@ -21,7 +21,10 @@ def main() -> None:
     parser.add_argument("trace", help="what --trace wrote")
     parser.add_argument("picture", help="a .png or .svg")
     options = parser.parse_args()
-    events = trace.read(options.trace)
+    try:
+        events = trace.read(options.trace)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"{options.trace}: not what --trace writes: {error}")
     table = collections.defaultdict(collections.Counter)
     for event in events:
         table[event["args"]["generation"]][event["name"]] += event["dur"] / 1e6

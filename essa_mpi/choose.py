@@ -80,8 +80,8 @@ def _try(config: Config, folder, rank: int, size: int) -> float | str:
     command = [sys.executable, "-m", "essa_mpi.choose", str(asked), str(rank), str(size), str(answer), str(os.getpid())]
     try:
         with open(log, "w") as out:
-            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment,
-                                  timeout=LIMIT).returncode
+            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, timeout=LIMIT,
+                                  start_new_session=True).returncode      # a signal to the job is not for it
         return json.loads(answer.read_text())
     except subprocess.TimeoutExpired:
         return f"it took longer than {LIMIT} s, see {log}"

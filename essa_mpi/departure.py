@@ -19,23 +19,37 @@ def listen() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: _signals.append(time.monotonic()))
 
 
+def at_once(leave) -> None:
+    """From now on SIGUSR1, or one that has come and was not seen yet, calls leave(). Main thread only."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:      # nobody listens: a run that is called from Python
+        return
+    signal.signal(signal.SIGUSR1, lambda *_: leave())
+    if _signals:
+        leave()
+
+
 class Departure:
     """What this rank wants after the generation it is in."""
 
     def __init__(self, max_seconds: float = 0.0, walltime_seconds: float = 0.0, elapsed: float = 0.0):
         """0: no limit. elapsed: seconds of max_seconds spent before. The walltime is that of this process."""
         self._max_seconds, self._walltime = max_seconds, walltime_seconds
-        self._start, self._last, self._longest = time.monotonic() - elapsed, time.monotonic(), 0.0
+        self._start, self._begun, self._longest = time.monotonic() - elapsed, time.monotonic(), 0.0
+
+    def begin(self) -> None:
+        """A generation begins, with which the one before is over."""
+        now = time.monotonic()
+        self._longest, self._begun = max(self._longest, now - self._begun), now
 
     def asked(self, ahead: float = 0.0) -> int:
-        """FINISH, LEAVE, both, or 0; called once a generation, `ahead` seconds before it ends.
+        """FINISH, LEAVE, both, or 0; called once or more in a generation, the last time `ahead` seconds before it ends.
 
         LEAVE if SIGUSR1 came, or if another generation as long as the longest so far might not end in the walltime.
         """
-        now = time.monotonic()
-        self._longest, self._last = max(self._longest, now - self._last), now
-        finish = self._max_seconds and now + ahead - self._start > self._max_seconds
-        late = self._walltime and now - _began + 1.2 * self._longest > self._walltime
+        now = time.monotonic() + ahead
+        longest = max(self._longest, now - self._begun)
+        finish = self._max_seconds and now - self._start > self._max_seconds
+        late = self._walltime and now - _began + 1.2 * longest > self._walltime
         return FINISH * bool(finish) | LEAVE * bool(late or _signals)
 
 

@@ -47,6 +47,7 @@ def evolve(config: Config, world: World, task, scorer, search, answers: Answers,
     departure, stop = departure or Departure(), 0
     for generation in range(start, config.generations):
         trace.generation(generation)
+        departure.begin()
         began = time.perf_counter()
         with trace.span("perturb"):
             batch = rows.batch(generation)                                # the same rows on every rank

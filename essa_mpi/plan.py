@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from . import config as configuration
 from .config import Config, UserError
 from .files import write_json
@@ -53,41 +55,55 @@ def read_run(path) -> Measured:
     gradient = "method" in attributes
     skip = 1 if len(history["generation"]) > 1 else 0
     part = {name: values[skip:] for name, values in history.items()}
-    ranks, tokens = int(attributes.get("ranks", 1)), float(part["tokens"].sum())
-    busy = float((part["times/generate"] + part["times/score"]).sum())
+    samples, ranks = _logged(folder.metrics, skip, len(part["tokens"]), int(attributes.get("ranks", 1)))
+    tokens = float(part["tokens"].sum())
+    busy = float(((part["times/generate"] + part["times/score"]) * ranks).sum())    # of all ranks
     if tokens <= 0 or busy <= 0:
         raise UserError(f"{path}: no tokens were generated in it; give a run with an engine")
-    samples = _completions(folder.metrics, skip)
     notes = [] if skip else ["one generation only: its warm-up is in the times"]
     if not samples:
         rows = run.batch * (run.group if gradient else run.population * run.samples)
         samples = rows * len(part["tokens"])
         notes.append("metrics.jsonl does not say how many completions: taken from the config")
-    load = samples / len(part["tokens"]) / ranks
+    load = samples / ranks.sum()
     notes.append(f"measured with {load:.0f} answers a rank, at most {run.max_num_seqs} at once")
     wait = float(part["times/wait"].sum())
-    working = float((part["times/seconds"] - part["times/wait"] - part["times/allgather"]).sum())    # of rank 0
+    working = part["times/seconds"] - part["times/wait"] - part["times/allgather"]      # of rank 0
+    spread = float(sum(seconds * greatest_of(int(n)) for seconds, n in zip(working, ranks)))
     return Measured(
-        token=busy * ranks / tokens, tokens=tokens / samples,
-        train=float(part["times/train"].sum()) * ranks / tokens if gradient else None,
+        token=busy / tokens, tokens=tokens / samples,
+        train=float((part["times/train"] * ranks).sum()) / tokens if gradient else None,
         update=None if gradient else float(part["times/update"].mean()),
-        place=0.0 if gradient else float(part["times/place"].mean()) * ranks / run.population,
-        straggling=wait / working / greatest_of(ranks) if ranks > 1 and working > 0 else None,
+        place=0.0 if gradient else float((part["times/place"] * ranks).mean()) / run.population,
+        straggling=wait / spread if spread > 0 else None,
         load=min(load, run.max_num_seqs), notes=tuple(notes),
-        source=f"{path} ({run.model}; {_count(ranks, 'rank')}, {_count(run.tensor_parallel, 'GPU')} or cores each)")
+        source=f"{path} ({run.model}; {_ranks(ranks)}, {_count(run.tensor_parallel, 'GPU')} or cores each)")
 
 
 def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
 
 
-def _completions(metrics: Path, skip: int) -> int:
-    """Of all generations in metrics.jsonl but the first `skip`; 0 if it does not say."""
+def _ranks(ranks: np.ndarray) -> str:
+    if ranks.min() == ranks.max():
+        return _count(int(ranks[0]), "rank")
+    return f"{ranks.min()} to {ranks.max()} ranks"
+
+
+def _logged(metrics: Path, skip: int, count: int, ranks: int) -> tuple[int, np.ndarray]:
+    """(completions, ranks of each generation) of the `count` in metrics.jsonl behind the first `skip`.
+
+    0 completions, and `ranks` everywhere, if it does not say. A resume may have had other ranks.
+    """
     try:
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        return sum(line["completions"] for line in lines if line["generation"] >= skip)
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0
+        lines = [line for line in lines if line["generation"] >= skip]
+        found = np.array([int(line.get("ranks", ranks)) for line in lines])
+        if len(found) == count and (found > 0).all():
+            return sum(line["completions"] for line in lines), found
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return 0, np.full(count, ranks)
 
 
 # -- a generation ------------------------------------------------------------------------------------

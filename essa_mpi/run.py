@@ -33,7 +33,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
 
     scorer_factory(config, spectrum, task) -> scorer replaces the engine and reward (tests). trace_file: see `trace`.
     """
-    prepared = prepare(world, config)
+    prepared = prepare(world, config, trace_file)
     folder, checkpoint, held = open_folder(world, config, prepared, resume)
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
@@ -68,6 +68,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
               recorder.record if recorder else lambda g: None, departure) & LEAVE:
         trace.write(world, trace_file)
         leave(world, folder, prepared)
+    world.leave_on_signal(goes_on(folder), LEFT)      # what is left to score changes nothing on the disk
     _finish(world, config, prepared, folder, scorer, search, answers, recorder)
     trace.write(world, trace_file)
     prepared.reward.close()
@@ -75,9 +76,13 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
         held.close()
 
 
+def goes_on(folder: RunFolder) -> str:
+    return f"leaving as asked, checkpointed: continue {folder.path} with --resume (exit code {LEFT})"
+
+
 def leave(world: World, folder: RunFolder, prepared) -> None:
     """All ranks leave, checkpointed: the scheduler, or the walltime, wants it."""
-    world.say(f"leaving as asked, checkpointed: continue {folder.path} with --resume (exit code {LEFT})")
+    world.say(goes_on(folder))
     prepared.reward.close()
     raise Agreed(LEFT)
 
@@ -117,11 +122,13 @@ class Prepared:
         self.model_hash = hash_model(config.model)
 
 
-def prepare(world: World, config: Config) -> Prepared:
+def prepare(world: World, config: Config, trace_file: str | None = None) -> Prepared:
     prepared, error = None, None
     try:
         if world.rank == 0:
             trackers.check(config.trackers)
+            if trace_file:
+                trace.check(trace_file)
         prepared = Prepared(config)
     except Exception as e:
         error = e

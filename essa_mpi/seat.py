@@ -5,6 +5,7 @@ the visible devices, when they load.
 """
 
 import glob
+import itertools
 import os
 import platform
 import re
@@ -107,7 +108,8 @@ def visible_gpus(environment=os.environ) -> list[str]:
 
 
 def _named(text: str) -> list[str]:
-    return [g for g in text.replace(" ", "").split(",") if g not in ("", "-1")]
+    """What is listed before the first negative number: CUDA looks no further."""
+    return list(itertools.takewhile(lambda g: not g.startswith("-"), filter(None, text.replace(" ", "").split(","))))
 
 
 def _listed() -> list[tuple[int, str]]:
@@ -144,6 +146,8 @@ def choose_gpus(visible: list[str], local_rank: int, local_size: int, tensor_par
     tensor_parallel: a slice of them. Anything else would put two engines on one GPU or leave some idle.
     """
     need = local_size * tensor_parallel
+    if len(set(visible)) < len(visible):
+        raise UserError(f"CUDA_VISIBLE_DEVICES names a GPU twice: {','.join(visible)}")
     if not visible:
         if tensor_parallel > 1:
             raise UserError(f"config: tensor_parallel = {tensor_parallel}: no GPU is visible; use 1 on a CPU")

@@ -125,7 +125,7 @@ def _generate(config: Config) -> list[Row]:
     generator(config)  # refuses what is wrong with the config in better words than the child could
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve_rows; _serve_rows()"
     child = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), capture_output=True,
-                           env={**os.environ, "PYTHONHASHSEED": "0"})
+                           env={**os.environ, "PYTHONHASHSEED": "0"}, start_new_session=True)    # a signal to the job is not its
     if child.returncode:
         said = child.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"]
         raise UserError(f"config: task = {config.task!r}: the generator failed: {said[-1]}; "

@@ -8,8 +8,12 @@ their clocks. What follows the last generation, above all the held-out scores, h
 
 import contextlib
 import json
+import os
 import sys
 import time
+from pathlib import Path
+
+from .config import UserError
 
 NAMES = ("perturb", "place", "generate", "score", "wait", "allgather", "update", "checkpoint", "train", "allreduce")
 
@@ -19,6 +23,13 @@ _events = None      # [(name, start, end, generation)], perf_counter seconds; No
 _zero = 0.0
 _generation = 0
 _doing = ("start", time.perf_counter())     # the span it is in, or the last that ended, and since when
+
+
+def check(path: str) -> None:
+    """Raise UserError if no file can be written there: said before the run, not after it."""
+    if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
+        raise UserError(f"--trace {path}: cannot be written: needs the name of a file in a folder that is there and may be "
+                        f"written to")
 
 
 def start(world) -> None:
@@ -92,7 +103,7 @@ def gathered(began: float, ended: float, wait: float) -> None:
 
 
 def write(world, path: str) -> None:
-    """All ranks' events, by rank 0, into `path`. Collective."""
+    """All ranks' events, by rank 0, into `path`; a warning if the disk refuses: the run's own files are safe. Collective."""
     global _events
     if _events is None:
         return
@@ -105,7 +116,10 @@ def write(world, path: str) -> None:
               for rank, host in enumerate(world.hosts)]
     events += [{"name": name, "ph": "X", "ts": a * 1e6, "dur": (b - a) * 1e6, "pid": rank, "tid": 0, "args": {"generation": g}}
                for rank, some in enumerate(everything) for name, a, b, g in some]
-    write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
+    try:
+        write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
+    except (OSError, UserError) as error:
+        world.say(f"warning: no trace: {error}")
 
 
 def read(path: str) -> list[dict]:

@@ -1,7 +1,7 @@
 """Ends a job in which a rank hangs, and says which: without it all others wait in the all-gather till the walltime.
 
 A thread on every rank tells rank 0 by UDP, every few seconds, what its rank is doing; MPI is left to the main threads.
-If some rank has waited `seconds` in an all-gather that another has not come to, the job ends with that one's name.
+If some rank has waited `seconds` in a collective operation that another has not come to, the job ends with its name.
 Who was never heard of (a network without UDP) is not accused.
 """
 
@@ -18,13 +18,13 @@ CODE = 1
 
 
 class Watchdog:
-    """Made on every rank at once (collective); `arrive` and `depart` around each all-gather."""
+    """Made on every rank at once (collective); `arrive` and `depart` around each collective operation."""
 
     def __init__(self, world, seconds: float):
         self._rank, self._size, self._hosts, self._err = world.rank, world.size, world.hosts, world.err
         self._seconds = seconds
         self._period = min(10.0, seconds / 4) * max(1.0, self._size / 2000)
-        self._round, self._since = 0, None      # all-gathers so far; monotonic seconds of the one it is in, or None
+        self._round, self._since = 0, None      # operations so far; monotonic seconds of the one it is in, or None
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         port = None
         if self._rank == 0:
@@ -43,7 +43,7 @@ class Watchdog:
         self._round, self._since = self._round + 1, None
 
     def _state(self) -> dict:
-        """round: the all-gather it is in or will come to next; waits: seconds it has been in it, None if it is not."""
+        """round: the operation it is in or will come to next; waits: seconds it has been in it, None if it is not."""
         since = self._since
         return {"rank": self._rank, "round": self._round, "waits": None if since is None else time.monotonic() - since,
                 "doing": trace.doing()}

@@ -20,6 +20,7 @@ import numpy as np
 
 from . import trace
 from .config import UserError
+from .departure import at_once
 from .shares import Tile, all_shares, bounds, share
 
 # Rewards are summed as 128-bit fixed point with 64 fractional bits, so a sum does not depend on how
@@ -220,6 +221,17 @@ class World:
             self._mpi.COMM_WORLD.Abort(code)
             os._exit(code)      # MPICH's Abort may return before the process is ended
 
+    def leave_on_signal(self, line: str, code: int) -> None:
+        """From now on SIGUSR1 to any rank ends the whole job at once, with `line` and this exit code."""
+        def leave():
+            print(line, file=self.out, flush=True)
+            time.sleep(0.3)     # as in `fail`
+            try:
+                self._mpi.COMM_WORLD.Abort(code)
+            finally:
+                os._exit(code)
+        at_once(leave)
+
     def _report(self, error: BaseException, code: int) -> None:
         """Say it, unless another rank has: ranks that fail together would repeat one another."""
         line = f"essa_mpi: rank {self.rank} on {self.hosts[self.rank]}: {_one_line(error)}"
@@ -298,13 +310,9 @@ class World:
         for at, score in zip(places, [*scores, *busy.components]):
             send[at:at + TILE_WORDS] = score.words()
         received = np.empty((self.size, send.size), np.int64)
-        if self.watchdog is not None:
-            self.watchdog.arrive()
         began = time.perf_counter()
         self._call("Allgather", [send, self._mpi.INT64_T], [received, self._mpi.INT64_T])
         elapsed = time.perf_counter() - began
-        if self.watchdog is not None:
-            self.watchdog.depart()
         header = {name: received[:, i].copy() for i, name in enumerate(HEADER)}
         self._check_digests(header["digest"])
 
@@ -335,13 +343,17 @@ class World:
         MPI's own waiting polls, and takes half the core and more from a rank that still works: on two cores the generations
         of four ranks took 34 s with it and 14 s without. Where a rank has its core to itself polling is the faster.
         """
-        if not self._crowded:
+        if self.watchdog is not None:
+            self.watchdog.arrive()
+        if self._crowded:
+            request, pause = getattr(self.comm, f"I{name.lower()}")(*arguments), 2e-5
+            while not request.Test():
+                time.sleep(pause)
+                pause = min(2 * pause, 2e-3)
+        else:
             getattr(self.comm, name)(*arguments)
-            return
-        request, pause = getattr(self.comm, f"I{name.lower()}")(*arguments), 2e-5
-        while not request.Test():
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
+        if self.watchdog is not None:
+            self.watchdog.depart()
 
     def collect(self, mine: np.ndarray, lengths: list[int]) -> np.ndarray:
         """Evaluation only: the values (cells, ...) of all ranks' tiles, in the order of the cells; float64.

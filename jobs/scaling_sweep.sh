@@ -8,7 +8,8 @@
 #   --dry-run            shows what it would submit
 #
 # Each run has a name of its own, NAME-nodes4-repeat0. runs/NAME-scaling.csv gets a line for each with the job and the
-# run; the measured columns are empty, to be filled from runs/*/metrics.jsonl when the jobs are done. Take no numbers
+# run; the measured columns are empty, to be filled from the runs when the jobs are done (`read_history` of
+# essa_mpi/runfile.py reads history.h5; metrics.jsonl has the same times but the checkpoint's). Take no numbers
 # from the first generation: it compiles and fills caches.
 set -euo pipefail
 
@@ -41,6 +42,12 @@ config=$1
 name=$(setting name)
 [ -n "$name" ] || stop "$config names no run"
 population=$(setting population)
+for ((i = 0; i < ${#options[@]}; i++)); do     # what the scheduler is told goes before what the script says
+    case ${options[i]} in
+        --ntasks-per-node=*) : "${per_node:=${options[i]#*=}}" ;;
+        --ntasks-per-node) : "${per_node:=${options[i + 1]:-}}" ;;
+    esac
+done
 : "${per_node:=$(sed -n 's/^#SBATCH --ntasks-per-node=\([0-9]*\).*/\1/p' "$script")}"
 
 table=runs/$name-scaling.csv
@@ -58,6 +65,8 @@ fi
 for ((repeat = 0; repeat < repeats; repeat++)); do
     for nodes in ${counts//,/ }; do
         run=$name-nodes$nodes-repeat$repeat
+        [ -n "$dry" ] || ! grep -q ",$run\$" "$table" ||
+            stop "$run is in $table already: give another --set name=..., or move the table away"
         submit=(bash "$jobs/submit.sh" "$script" --nodes "$nodes" ${options[@]+"${options[@]}"}
             -- "${arguments[@]}" --set "name=$run")
         if [ -n "$dry" ]; then

@@ -30,6 +30,7 @@ esac
 model=$(realpath "$1")
 root=${2:-${TMPDIR:-/tmp}}/essa_mpi-$(id -u)-models
 streams=${STAGE_STREAMS:-4}
+case ${STAGE_MAX_BYTES:-0}$streams in *[!0-9]*) stop "STAGE_MAX_BYTES and STAGE_STREAMS are numbers" ;; esac
 mkdir -p "$root"
 [ -O "$root" ] || stop "$root belongs to somebody else; name another FOLDER"
 # Two models may have the same name in different places.
@@ -90,6 +91,7 @@ if ! intact; then
     say "copied $bytes bytes of $model to $copy"
 fi
 if [ -n "$link" ]; then
+    [ ! -d "$link" ] || [ -L "$link" ] || stop "$link is a folder; name another --link"
     mkdir -p "$(dirname "$link")"
     [ -O "$(dirname "$link")" ] || stop "$(dirname "$link") belongs to somebody else; name another --link"
     ln -sfn "$copy" "$link.$$"

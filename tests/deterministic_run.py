@@ -166,7 +166,7 @@ class Counting:
 
         def call(*arguments, **named):
             self.calls[name] = self.calls.get(name, 0) + 1
-            if name == "Allgather":
+            if name in ("Allgather", "Iallgather"):
                 self.sent.append(arguments[0][0].nbytes)
             return found(*arguments, **named)
         return call

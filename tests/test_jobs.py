@@ -332,6 +332,21 @@ def test_container(cluster):
         assert argv[at:] == ["apptainer", "exec", flag, "essa.sif", "python", "-m", "essa_mpi", "grpo", "config.toml"]
 
 
+def test_a_container_sees_the_staged_model(cluster, model):
+    """Also where the script itself says where to stage to."""
+    cluster.stub("apptainer", "exit 0")
+    (cluster.folder / "config.toml").write_text(f'name = "toy"\nmodel = "{model}"\n')
+    cluster.job("slurm/generic.sbatch", ESSA_MPI_CONTAINER="essa.sif", STAGE_TO="disk")
+    argv = cluster.calls("srun")[-1]["argv"]
+    assert argv[argv.index("--bind") + 1] == str(cluster.folder / "disk")
+    own = cluster.folder / "own.sh"
+    own.write_text("set -euo pipefail\n. jobs/cluster/common.sh\nSTAGE_TO=disk2\nstage env\nstart srun\n")
+    cluster.run("bash", own, "config.toml", ESSA_MPI_CONTAINER="essa.sif", STAGE_TO="", SLURM_JOB_ID="78")
+    argv = cluster.calls("srun")[-1]["argv"]
+    assert argv[argv.index("--bind") + 1] == str(cluster.folder / "disk2")
+    Path(argv[-1].removeprefix("model=")).unlink()
+
+
 def test_another_clone(cluster, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (cluster.folder / "jobs").unlink()
@@ -543,6 +558,34 @@ def test_a_warning_before_the_ranks_start(cluster):
     assert cluster.calls("scontrol")
 
 
+@pytest.mark.parametrize("code", [10, 138])
+def test_a_warning_before_the_ranks_listen(cluster, code):
+    """They end by the signal itself: Hydra says 10, srun 138. Nothing is lost, so the job goes on in the next."""
+    cluster.stub("srun", f'trap "exit {code}" USR1; touch up; for i in $(seq 100); do sleep 0.1; done')
+    process = cluster.start("slurm/generic.sbatch")
+    _until(lambda: (cluster.folder / "up").exists())
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == 0, (cluster.folder / "out").read_text()
+    assert cluster.calls("scontrol")
+    cluster.stub("srun", f"exit {code}")        # nobody was warned: a failure
+    assert cluster.job("slurm/generic.sbatch", check=code)
+
+
+@pytest.mark.parametrize("text", ["", "x y\n", "3\n"])
+def test_a_damaged_file_of_the_chain(cluster, text):
+    cluster.makes_a_generation()
+    cluster.codes(75)
+    (cluster.folder / "runs/.jobs").mkdir(parents=True)
+    (cluster.folder / "runs/.jobs/77").write_text(text)
+    cluster.job("slurm/generic.sbatch")
+    assert "--resume" in cluster.calls("python")[-1]["argv"] and cluster.calls("scontrol")
+    assert (cluster.folder / "runs/.jobs/77").read_text() == "1 0\n"
+
+
+def test_limits_that_are_no_numbers(cluster):
+    assert "MAX_STALLS=abc is no number" in cluster.job("slurm/generic.sbatch", check=1, MAX_STALLS="abc").stderr
+
+
 def test_pbs_keeps_the_time_itself(cluster):
     """The walltime is qstat's hour; the warning comes MARGIN before it."""
     cluster.makes_a_generation()
@@ -711,8 +754,15 @@ def test_a_job_stages_and_runs_from_the_copy(cluster, model):
         seen.append(ranks["argv"][-1])
         link = Path(seen[-1].removeprefix("model="))
         assert link.resolve().is_relative_to(cluster.folder / disk) and same(model, link)
+    assert seen[0] == seen[1] and seen[0].startswith(f"model=/tmp/essa_mpi-{os.getuid()}/staged/{model.name}-")
     link.unlink()
-    assert seen[0] == seen[1] == f"model=/tmp/essa_mpi-{os.getuid()}/staged/{model.name}"
+    other = cluster.folder / "other" / model.name       # another model of that name
+    shutil.copytree(model, other)
+    config.write_text(f'name = "toy"\nmodel = "{other}"\n')
+    cluster.job("slurm/generic.sbatch", STAGE_TO="disk1")      # a relative path, too
+    another = cluster.calls("srun")[-1]["argv"][-1]
+    assert another != seen[0] and same(other, Path(another.removeprefix("model=")))
+    Path(another.removeprefix("model=")).unlink()
 
 
 # -- profiling -----------------------------------------------------------------------------------------------

@@ -379,6 +379,10 @@ def test_measured_from_a_run(tmp_path, config):
     assert plan.generation(p, 2)["terms"]["work"] == pytest.approx(5.12)      # it predicts what was measured
     (folder.metrics).write_text("".join(json.dumps({"generation": g, "completions": 160}) + "\n" for g in range(3)))
     assert plan.read_run(folder.path).tokens == 16
+    folder.metrics.write_text("".join(json.dumps({"generation": g, "completions": 160, "ranks": 2 + 2 * (g == 2)}) + "\n"
+                                      for g in range(3)))     # resumed on four
+    found = plan.read_run(folder.path)
+    assert found.token == pytest.approx(5.12 * 3 / (128 * 20)) and found.load == 160 / 3 and "2 to 4 ranks" in found.source
 
 
 @pytest.mark.parametrize("words, says", [

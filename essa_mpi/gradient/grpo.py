@@ -60,6 +60,7 @@ def learn(config: Config, world: World, task, scorer, policy: Policy, learner: L
     training = 0.0      # seconds, of the last step
     for number in range(start, config.generations):
         trace.generation(number)
+        departure.begin()
         from_here = time.perf_counter()
         placed, digest = policy.parameters.placed(learner.flat), learner.digest()
         validation = float("nan")

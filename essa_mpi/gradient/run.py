@@ -7,12 +7,12 @@ import numpy as np
 
 from .. import trace
 from ..config import Config, UserError
-from ..departure import LEAVE, Departure
+from ..departure import LEAVE, LEFT, Departure
 from ..evaluate import evaluate
 from ..files import write_folder, write_json
 from ..record import Record, duration
 from ..report import closing
-from ..run import leave, open_folder, prepare, provenance_of, start_scorer
+from ..run import goes_on, leave, open_folder, prepare, provenance_of, start_scorer
 from ..runfile import RunFolder
 from ..shares import Balance
 from ..watchdog import Watchdog
@@ -33,7 +33,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
     except UserError as e:
         error = e
     world.agree(error)
-    prepared = prepare(world, config)
+    prepared = prepare(world, config, trace_file)
     folder, checkpoint, held = open_folder(world, config, prepared, resume, command="grpo")
     world.failure_file = str(folder.path / "failed.txt")
     world.install_hooks()
@@ -72,6 +72,7 @@ def run(world: World, config: Config, resume: bool, scorer_factory=None, trace_f
              departure) & LEAVE:
         trace.write(world, trace_file)
         leave(world, folder, prepared)
+    world.leave_on_signal(goes_on(folder), LEFT)
     _finish(world, greedy, prepared, folder, validating, policy, learner, recorder)
     trace.write(world, trace_file)
     prepared.reward.close()

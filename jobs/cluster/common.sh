@@ -4,6 +4,8 @@
 #   stage LAUNCHER...     one task a node; copies the model there if STAGE_TO is set
 #   start LAUNCHER...     one task a GPU; does not return
 #
+# On PBS, LSF and Flux the script first sets script=ITS-OWN-PATH, which a requeue submits: what runs is a copy.
+#
 # CONFIG and the run's arguments come as the script's own, or in ESSA_MPI_JOB (jobs/submit.sh sets it).
 #
 #   ESSA_MPI_HOME         the clone, if the job is not submitted from there
@@ -11,6 +13,7 @@
 #   ESSA_MPI_CONTAINER    an Apptainer image to run in, instead of .venv
 #   STAGE_TO              a node-local folder: the model is copied there first (jobs/stage_model.sh)
 #   PROFILE_RANKS=0,1     these ranks run under Nsight Systems (jobs/profile_nsys.sh)
+#   MAX_STALLS=2, MAX_REQUEUES=100     ends of a chain of jobs (jobs/cluster/requeue.sh)
 #   MARGIN=300            seconds between the warning and the end, where this script keeps the time itself
 home=${ESSA_MPI_HOME:-$PWD}
 MARGIN=${MARGIN:-300}
@@ -34,9 +37,7 @@ if [ -n "${ESSA_MPI_CONTAINER:-}" ]; then
     # The launcher is outside and starts a container a rank; MPI inside must be of the launcher's family.
     runtime=apptainer
     command -v apptainer > /dev/null || runtime=singularity
-    python=("$runtime" exec "${container_gpu:---nv}" ${STAGE_TO:+--bind "$STAGE_TO"} "$ESSA_MPI_CONTAINER" python)
 else
-    python=(python)
     if [ -f "$home/.venv/bin/activate" ]; then
         set +u
         # shellcheck disable=SC1091
@@ -67,8 +68,10 @@ stage() {
     [ -n "${STAGE_TO:-}" ] && [ -z "$warned" ] || return 0
     local model link
     model=$(setting model)
-    model=${model%/}
-    link=/tmp/essa_mpi-$(id -u)/staged/${model##*/}
+    model=$(realpath -m -- "$model")
+    STAGE_TO=$(realpath -m -- "$STAGE_TO")
+    # Two models may have the same name in different places.
+    link=/tmp/essa_mpi-$(id -u)/staged/${model##*/}-$(printf %s "$model" | sha256sum | cut -c 1-12)
     "$@" bash "$home/jobs/stage_model.sh" --link "$link" "$model" "$STAGE_TO"
     staged=(--set "model=$link")
 }
@@ -78,6 +81,9 @@ start() {
     local profile=()
     [ -z "${PROFILE_RANKS:-}" ] ||
         profile=(bash "$home/jobs/profile_nsys.sh" --ranks "$PROFILE_RANKS" --out "runs/$run_name-nsys")
+    local python=(python)       # by now it is known where a staged model is
+    [ -z "${ESSA_MPI_CONTAINER:-}" ] ||
+        python=("$runtime" exec "${container_gpu:---nv}" ${STAGE_TO:+--bind "$STAGE_TO"} "$ESSA_MPI_CONTAINER" python)
     run_and_requeue "$@" ${profile[@]+"${profile[@]}"} "${python[@]}" -m essa_mpi "${ESSA_MPI_COMMAND:-run}" \
         "${arguments[@]}" ${staged[@]+"${staged[@]}"}
 }

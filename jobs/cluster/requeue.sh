@@ -16,6 +16,9 @@ MAX_STALLS=${MAX_STALLS:-2}     # jobs in a row that ended without a new generat
 
 say() { echo "job: $*"; }
 stop() { echo "job: $*" >&2; exit 1; }
+for limit in MAX_REQUEUES MAX_STALLS; do
+    case ${!limit} in ''|*[!0-9]*) stop "$limit=${!limit} is no number" ;; esac
+done
 
 # The batch script is what the scheduler signals (Slurm: --signal=B:USR1@...), and it hands the signal to the
 # launcher, which hands it to the ranks: one way for every scheduler and every launcher. A signal to all processes
@@ -64,11 +67,13 @@ generations_done() {
 
 # run_and_requeue LAUNCHER...: the launcher with all its arguments, without --resume. Leaves the script.
 run_and_requeue() {
-    local state requeues=0 stalls=0 before=0 after code=0 status
+    local state requeues=0 stalls=0 before=0 after code=0 status told=""
     state=$(chain_file)
     mkdir -p "${state%/*}"
     if [ -e "$state" ]; then
-        read -r requeues stalls < "$state"
+        # Empty after a quota ran out, or whatever else: then the counts begin anew.
+        read -r requeues stalls < "$state" || true
+        case $requeues/$stalls in /*|*/|*[!0-9/]*) requeues=0 stalls=0 ;; esac
         # Without a run folder (it was stopped before it made one) --resume starts from the beginning.
         set -- "$@" --resume
     fi
@@ -82,22 +87,27 @@ run_and_requeue() {
         say "$*"
         "$@" < /dev/null & launcher=$!
         # A signal that came since the last look was noted but had nobody to go to.
-        [ -z "$warned" ] || "${tell_ranks[@]}" || true
+        if [ -n "$warned" ]; then told=yes; "${tell_ranks[@]}" || true; fi
         # A trapped signal ends `wait` early, with a code that is not the launcher's: wait again.
         while :; do
             warned="" status=0
             wait "$launcher" || status=$?
             code=$status
             [ -n "$warned" ] || break
+            told=yes
         done
         launcher=""
     fi
     trap '' USR1
 
+    # Ranks that have no handler yet end by the signal itself; srun says 128 + 10, Hydra 10. They had done nothing yet.
+    if [ -n "$told" ] && { [ "$code" = "$(kill -l USR1)" ] || [ "$code" = $((128 + $(kill -l USR1))) ]; }; then
+        say "the warning came before the ranks were up"
+        code=$CHECKPOINTED
+    fi
     if [ "$code" != "$CHECKPOINTED" ]; then
         rm -f "$state"
         [ "$code" = 0 ] || echo "job: the run failed with exit code $code; it is not requeued" >&2
-        [ "$code" != $((128 + $(kill -l USR1))) ] || echo "job: the warning came before the ranks were up" >&2
         exit "$code"
     fi
 
@@ -127,6 +137,11 @@ requeue() {
         scontrol requeue "$SLURM_JOB_ID"
         return
     fi
+    if [ -z "${PBS_JOBID:-}${LSB_JOBID:-}${FLUX_URI:-}" ]; then
+        echo "job: no Slurm, PBS, LSF or Flux here" >&2
+        return 1
+    fi
+    [ -n "${script:-}" ] || { echo "job: this script does not set script=ITS-OWN-PATH" >&2; return 1; }
     pass_on
     local submit=()
     eval "submit=(${ESSA_MPI_SUBMIT:-})"
@@ -136,12 +151,9 @@ requeue() {
     elif [ -n "${LSB_JOBID:-}" ]; then
         [ "${#submit[@]}" -gt 0 ] || submit=(bsub)
         "${submit[@]}" < "$script"       # bsub reads #BSUB lines from its input alone
-    elif [ -n "${FLUX_URI:-}" ]; then
+    else
         # This script runs inside the job's own instance of Flux; the queue is its parent's.
         [ "${#submit[@]}" -gt 0 ] || submit=(flux batch)
         flux proxy "$(flux getattr parent-uri)" "${submit[@]}" "$script" "${arguments[@]}"
-    else
-        echo "job: no Slurm, PBS, LSF or Flux here" >&2
-        return 1
     fi
 }

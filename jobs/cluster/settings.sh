@@ -5,9 +5,11 @@
 # shellcheck disable=SC2154
 setting() {
     local value argument
-    value=$(sed -n "s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*//p" "$config" | tail -n 1)
+    # Up to the first [table], whose keys are others.
+    value=$(sed -n "/^[[:space:]]*\[/q; s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*//p" "$config" | tail -n 1)
     case $value in      # a comment may follow
-        [\"\']*) value=${value#?} value=${value%%[\"\']*} ;;
+        \"*) value=${value#?} value=${value%%\"*} ;;
+        \'*) value=${value#?} value=${value%%\'*} ;;
         *) value=${value%%[[:space:]#]*} ;;
     esac
     for argument in "${arguments[@]}"; do
