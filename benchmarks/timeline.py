@@ -31,7 +31,10 @@ def main() -> None:
     for generation, seconds in table.items():
         of = "after them" if generation == trace.AFTER else f"generation {generation}"
         print(f"{of}: " + ", ".join(f"{name} {seconds[name]:.3f} s" for name in trace.NAMES if name in seconds))
-    draw([event for event in events if event["args"]["generation"] != trace.AFTER], options.picture)
+    events = [event for event in events if event["args"]["generation"] != trace.AFTER]
+    if not events:
+        parser.error(f"{options.trace}: there is no generation in it")
+    draw(events, options.picture)
 
 
 def draw(events: list[dict], path: str) -> None:

@@ -253,7 +253,9 @@ def _quantise(args) -> None:
 
 def _plan(args) -> None:
     from .plan import plan
-    plan(args)
+    from .seat import launcher_rank
+    if launcher_rank() == 0:        # under mpirun once, too
+        plan(args)
 
 
 def _doctor(args) -> None:

@@ -2,7 +2,7 @@
 
 The names are fixed: perturb, place, generate, score, wait, allgather, update, checkpoint (and train, allreduce of the
 gradient methods). Waiting and gathering are one MPI call; what of it was waiting follows from the busy times in the
-all-gather's header, so that no run needs a barrier. With --trace ranks exchange some messages at the start, to align
+all-gather's header, so that no run needs a barrier; as an NVTX range both are allgather. With --trace ranks exchange some messages at the start, to align
 their clocks. What follows the last generation, above all the held-out scores, has the generation AFTER.
 """
 
@@ -69,16 +69,25 @@ def generation(number: int) -> None:
 @contextlib.contextmanager
 def span(name: str):
     """What happens within is an event of this name, and an NVTX range where there is a GPU."""
+    began = time.perf_counter()
+    try:
+        with shown(name):
+            yield
+    finally:
+        note(name, began, time.perf_counter())
+
+
+@contextlib.contextmanager
+def shown(name: str):
+    """What happens within is an NVTX range, where there is a GPU, and what `doing` tells; no event."""
+    global _doing
+    _doing = (name, time.perf_counter())
     nvtx = _nvtx()
     if nvtx:
         nvtx.range_push(name)
-    global _doing
-    began = time.perf_counter()
-    _doing = (name, began)
     try:
         yield
     finally:
-        note(name, began, time.perf_counter())
         if nvtx:
             nvtx.range_pop()
 

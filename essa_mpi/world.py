@@ -311,7 +311,8 @@ class World:
             send[at:at + TILE_WORDS] = score.words()
         received = np.empty((self.size, send.size), np.int64)
         began = time.perf_counter()
-        self._call("Allgather", [send, self._mpi.INT64_T], [received, self._mpi.INT64_T])
+        with trace.shown("allgather"):
+            self._call("Allgather", [send, self._mpi.INT64_T], [received, self._mpi.INT64_T])
         elapsed = time.perf_counter() - began
         header = {name: received[:, i].copy() for i, name in enumerate(HEADER)}
         self._check_digests(header["digest"])

@@ -9,7 +9,7 @@
 #   NSYS=/path/to/nsys   NSYS_MPI=openmpi or mpich (default: by the launcher's variables, else mpich)
 #
 # A report has CUDA, NVTX, MPI and the operating system's waits. The program's NVTX ranges are its phases: perturb,
-# place, generate, score, wait, allgather, update, checkpoint. To look at it without a screen:
+# place, generate, score, allgather (with the wait for the slowest rank), update, checkpoint. Without a screen:
 #
 #   nsys stats --report mpi_event_sum,nvtx_sum,nvtx_gpu_proj_sum nsys/rank0.nsys-rep
 #
