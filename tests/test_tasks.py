@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -199,6 +201,20 @@ def test_a_generators_rows_are_the_same_in_every_process(name):
     said = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True,
                            env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
     assert len(said) == 1
+
+
+def test_a_signal_to_the_job_spares_the_generator():
+    """Launchers signal whole process groups: SIGUSR1 asks the ranks to leave, and is nothing to what works for them."""
+    code = ("import signal; signal.signal(signal.SIGUSR1, lambda *_: None); print('up', flush=True)\n"
+            "from essa_mpi import config, tasks; print(len(tasks.load_task(config.make(dict(name='t', model='m', "
+            "adapter='a', batch=2, task_rows=8, task='ransom_note'))).train))")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:
+        assert process.stdout.readline() == "up\n"
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGUSR1)
+            time.sleep(0.05)
+        assert process.stdout.read() == "8\n" and process.returncode == 0
 
 
 # -- prompts -------------------------------------------------------------------------------------

@@ -555,6 +555,20 @@ def test_ranks_add_up_to_the_exact_sums(lengths, kind):
     same_everywhere([(arm.mean(result.worst).hex(), repr(arm.stderr(result.worst))) for arm in result.arms])
 
 
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("crowded", [False, True])
+def test_the_watchdog_sees_every_collective_operation(crowded):
+    """A rank may hang before any of them: the all-gather, the rewards of a training, its all-reduce."""
+    world, seen = real_world(crowded=crowded), []
+    world.watchdog = SimpleNamespace(arrive=lambda: seen.append("in"), depart=lambda: seen.append("out"))
+    for call in (lambda: world.exchange([], [], 42, Busy()), lambda: world.reduce(np.float32([1])),
+                 lambda: world.gather(np.zeros(2)), lambda: world.agree(None),
+                 lambda: world.collect(np.zeros((len(world.share([world.size])), 1)), [world.size])):
+        call()
+        assert seen == ["in", "out"]
+        seen.clear()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_share_cores_wait_asleep_and_learn_the_same():
     """Who waits must not take the core from who works; what is exchanged is no other, and still one all-gather."""
