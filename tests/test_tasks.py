@@ -207,7 +207,7 @@ def test_a_signal_to_the_job_spares_the_generator():
     """Launchers signal whole process groups: SIGUSR1 asks the ranks to leave, and is nothing to what works for them."""
     code = ("import signal; signal.signal(signal.SIGUSR1, lambda *_: None); print('up', flush=True)\n"
             "from essa_mpi import config, tasks; print(len(tasks.load_task(config.make(dict(name='t', model='m', "
-            "adapter='a', batch=2, task_rows=8, task='ransom_note'))).train))")
+            "adapter='a', batch=2, task_rows=8, task='ransom_note'))).train), flush=True); import os; os._exit(0)")
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
                           start_new_session=True) as process:
         assert process.stdout.readline() == "up\n"
