@@ -109,8 +109,8 @@ class Config:
     sft_data: str = _key("")
     validation_data: str = _key("")
     heldout_data: str = _key("")
-    sft_rows: int = _key(0, low=0)
-    validation_rows: int = _key(0, low=0)
+    sft_rows: int = _key(0, low=0)          # 0: all of sft_data, or none cut off task; so for the next two
+    validation_rows: int = _key(0, low=0)   # 0: all of validation_data (validation_every = 0 validates never), or none of task
     heldout_rows: int = _key(0, low=0)
     validation_every: int = _key(0, low=0)  # generations between validations of the mean; 0 = never
 

@@ -31,10 +31,12 @@ class Evaluation:
 def evaluate(config: Config, world: World, scorer, vectors: dict, rows: list, digest: int = 0) -> Evaluation:
     """Mean reward and its standard error over `rows` for each of vectors (name -> (D,) or None: base).
 
-    Rows are shared over the ranks like a generation's; one all-gather of the scores, and one of the rows' values.
+    Rows are shared over the ranks like a generation's; one all-gather of the scores, and one of the rows' values. A vector
+    that is there under two names (the final mean may be the best validated one) is scored once: near-ties would else
+    give it two scores.
     """
-    indices = np.arange(len(rows))
-    arms = [Arm(name, vector, rows, indices) for name, vector in vectors.items()]
+    indices, same = np.arange(len(rows)), _first_names(vectors)
+    arms = [Arm(name, vectors[name], rows, indices) for name in dict.fromkeys(same.values())]
     lengths, mine = [len(rows)] * len(arms), []
     scores, busy, _ = scorer.score(arms, world.share(lengths), EVALUATION, mine)
     busy.total, busy.components = busy.place + busy.generate + busy.score, []
@@ -44,8 +46,17 @@ def evaluate(config: Config, world: World, scorer, vectors: dict, rows: list, di
     counters = {name: result.total(name) for name in ("completions", "tokens", "cut", "empty", "too_long")}
     samples = max(1, config.samples)
     values = world.collect(np.concatenate([*mine, np.empty((0, samples))]), lengths)
-    return Evaluation(len(rows), found, counters, float(result.header["busy_ns"].max()) / 1e9,
-                      dict(zip(vectors, values.reshape(len(arms), len(rows), samples))))
+    values = dict(zip(found, values.reshape(len(arms), len(rows), samples)))
+    return Evaluation(len(rows), {name: dict(found[first]) for name, first in same.items()}, counters,
+                      float(result.header["busy_ns"].max()) / 1e9, {name: values[first] for name, first in same.items()})
+
+
+def _first_names(vectors: dict) -> dict[str, str]:
+    """name -> the first name under which the same array is in `vectors`."""
+    def first(name):
+        return next(other for other, vector in vectors.items() if other == name or (
+            isinstance(vector, np.ndarray) and isinstance(vectors[name], np.ndarray) and np.array_equal(vector, vectors[name])))
+    return {name: first(name) for name in vectors}
 
 
 def sample(config: Config, world: World, make_scorer, vectors: dict, rows: list, samples: int) -> Evaluation:

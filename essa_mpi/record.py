@@ -92,10 +92,14 @@ class Record:
                 self._warned.add(name)
                 self._world.say(f"warning: {counts[name] / made:.0%} of the completions were {what}")
 
+    def usual_seconds(self) -> float:
+        """Of one of the last five generations; 0 if there was none in this process."""
+        return float(np.median(self._recent)) if self._recent else 0.0
+
     def seconds_left(self, number: int, seconds: float) -> float:
         """What the generations after this one will take, if they take what the last five took."""
         self._recent.append(seconds)
-        left = float(np.median(self._recent)) * (self._config.generations - number - 1)
+        left = self.usual_seconds() * (self._config.generations - number - 1)
         return max(0.0, min(left, self._config.max_seconds - self.elapsed())) if self._config.max_seconds else left
 
 

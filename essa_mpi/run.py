@@ -359,7 +359,11 @@ def _finish(world, config, prepared, folder, scorer, search, answers, recorder) 
     if task.heldout:
         arms = {"base": None, "warm_start": np.zeros(search.dimension), "evolved": vectors[config.answer],
                 **{name: vector for name, vector in vectors.items() if name != config.answer}}
-        world.say(f"scoring base, warm start and {len(arms) - 2} answers on {len(task.heldout)} held-out rows")
+        ahead = ""
+        if recorder and recorder.usual_seconds():
+            share = len(arms) * len(task.heldout) / (config.population * config.batch)
+            ahead = f", about {duration(share * recorder.usual_seconds())}"
+        world.say(f"scoring base, warm start and {len(arms) - 2} answers on {len(task.heldout)} held-out rows{ahead}")
         heldout = evaluate(config, world, scorer, arms, task.heldout, digest)
     else:
         world.say("no held-out rows, so no held-out scores: set heldout_data, or heldout_rows to cut some off task")

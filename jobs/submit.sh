@@ -36,6 +36,7 @@ case $script in
               submit=(qsub ${nodes:+-l "select=$nodes$chunk"}) ;;
     *) stop "$script: not .sbatch, .pbs, .bsub or .flux" ;;
 esac
+command -v "${submit[0]}" > /dev/null || stop "there is no ${submit[0]} here, which takes $script"
 submit+=(${options[@]+"${options[@]}"})
 # shellcheck disable=SC2034     # passed on
 printf -v ESSA_MPI_SUBMIT '%q ' "${submit[@]}"

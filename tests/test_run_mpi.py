@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -553,6 +554,13 @@ def test_a_trace_that_cannot_be_written(mpirun, folder):
     trace.write(SimpleNamespace(comm=SimpleNamespace(gather=lambda mine: [mine]), hosts=["a"], say=said.append),
                 str(folder / "nowhere/trace.json"))
     assert len(said) == 1 and said[0].startswith("warning: no trace: ")
+
+
+def test_one_vector_under_two_names_has_one_score():
+    from essa_mpi.evaluate import _first_names
+    a, b = np.zeros(3), np.ones(3)
+    assert _first_names({"base": None, "warm_start": a, "evolved": b, "final": b.copy(), "averaged": a + 0.0}) == {
+        "base": "base", "warm_start": "warm_start", "evolved": "evolved", "final": "evolved", "averaged": "warm_start"}
 
 
 def test_max_seconds_ends_a_run_as_one_that_is_done(mpirun, folder):
