@@ -88,6 +88,8 @@ def _print(place, rows) -> int:
         where = f"GPU {','.join(gpus)}" if gpus else "CPU"
         shown = ",".join(map(str, cores)) if len(cores) <= 6 else f"{cores[0]}..{cores[-1]} ({len(cores)})"
         print(f"  {rank:<5} {host:<20} {pid:<8} {shown:<12} {threads:<8} {where}")
+    if place.crowded:
+        print("  ranks share cores: their engines slow each other down; start no more ranks a host than it has cores")
     reasons = {}
     for rank, row in enumerate(rows):
         for problem in row[-1]:

@@ -1,5 +1,6 @@
 """`doctor`, and the check that an adapter does anything."""
 
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,7 @@ def test_every_rank_has_its_seat_in_the_table(mpirun):
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("  rank")) + 1:][:3]
     assert [line.split()[0] for line in table] == ["0", "1", "2"]
     assert outcome.stdout.count("a run can start") == 1
+    assert ("ranks share cores" in outcome.stdout) == (len(os.sched_getaffinity(0)) < 3)
 
 
 class OneVoice:
