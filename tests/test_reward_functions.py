@@ -305,7 +305,9 @@ def test_what_a_reward_started_ends_with_it(load):
               "                   start_new_session=True)\n    return [1.0] * len(completions)")
     reward = load(source, "f")
     assert reward.score([row(1)], [""]).tolist() == [1]
-    assert not gone("left-by-a-reward", 0)
+    deadline = time.monotonic() + 20
+    while gone("left-by-a-reward", 0):      # in the moment of exec it has no command line
+        assert time.monotonic() < deadline
     reward.close()
     assert gone("left-by-a-reward", 0)
 
