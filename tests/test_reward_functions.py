@@ -306,7 +306,7 @@ def test_what_a_reward_started_ends_with_it(load):
     reward = load(source, "f")
     assert reward.score([row(1)], [""]).tolist() == [1]
     deadline = time.monotonic() + 20
-    while gone("left-by-a-reward", 0):      # in the moment of exec it has no command line
+    while gone("left-by-a-reward", 0):      # its shell may not have started it yet
         assert time.monotonic() < deadline
     reward.close()
     assert gone("left-by-a-reward", 0)
