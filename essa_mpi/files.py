@@ -65,6 +65,14 @@ def write_atomically(path, write, verify=None):
         fsync_folder(path.parent)
 
 
+def check_writable(option: str, path: str) -> None:
+    """Raise UserError if no file can be written at the `path` that a command's option names."""
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{option} {path}: cannot be written: needs the name of a file in a folder that is there and may be "
+                        f"written to")
+
+
 def write_json(path, obj):
     """Write `obj` as JSON, atomically. A number that is not finite becomes null. Raises UserError."""
     text = json.dumps(_plain(obj), indent=2, allow_nan=False) + "\n"

@@ -1,7 +1,6 @@
 """`eval` and `export`: what a run, or any adapter of its model, is worth, and taking it away."""
 
 import json
-import os
 import shutil
 import tomllib
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from . import card
 from . import config as configuration
 from .answers import Answers
 from .config import Config, UserError
-from .files import write_folder, write_json
+from .files import check_writable, write_folder, write_json
 from .quantise import WEIGHTS
 from .rewards import load_reward
 from .runfile import Checkpoint, RunFolder, load_checkpoint, read_history
@@ -108,7 +107,8 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
         if folder.command == "grpo" and config.samples == 1:
             config = replace(config, samples=0)     # temperature is its rollouts': nothing is sampled unless asked for
         if world.rank == 0:
-            _check_json(asked.json_path)
+            if asked.json_path is not None:
+                check_writable("--json", asked.json_path)      # said before hours of scoring
         prepared = Prepared(config)
         if not prepared.task.heldout:
             raise UserError("there are no held-out rows; set heldout_data or heldout_rows with --set")
@@ -159,16 +159,6 @@ def evaluate_run(world: World, config: Config, run: str, asked: Asked) -> None:
     if asked.drift:
         found["drift"] = _drift(world, config, scorer.engine, vectors, prepared.task.heldout[:asked.drift], texts)
         write()
-
-
-def _check_json(path: str | None) -> None:
-    """Raise UserError if no file can be written there; said before hours of scoring."""
-    if path is None:
-        return
-    folder = Path(path).parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"--json {path}: cannot be written: needs the name of a file in a folder that is there and may be "
-                        f"written to")
 
 
 def _further(config: Config, file: str) -> tuple:

@@ -16,7 +16,7 @@ from .config import Config, UserError
 from .departure import LEAVE, LEFT, Departure
 from .answers import Answers
 from .evolve import Generation, advice, evolve, new_search
-from .files import write_folder, write_json
+from .files import check_writable, write_folder, write_json
 from .provenance import hash_model, provenance, warm_start
 from .rounding import warning as rounding_warning
 from .record import Record, duration
@@ -128,7 +128,7 @@ def prepare(world: World, config: Config, trace_file: str | None = None) -> Prep
         if world.rank == 0:
             trackers.check(config.trackers)
             if trace_file:
-                trace.check(trace_file)
+                check_writable("--trace", trace_file)
         prepared = Prepared(config)
     except Exception as e:
         error = e

@@ -2,16 +2,14 @@
 
 The names are fixed: perturb, place, generate, score, wait, allgather, update, checkpoint (and train, allreduce of the
 gradient methods). Waiting and gathering are one MPI call; what of it was waiting follows from the busy times in the
-all-gather's header, so that no run needs a barrier; as an NVTX range both are allgather. With --trace ranks exchange some messages at the start, to align
-their clocks. What follows the last generation, above all the held-out scores, has the generation AFTER.
+all-gather's header, so that no run needs a barrier; as an NVTX range both are allgather. With --trace ranks exchange
+some messages at the start, to align their clocks. What follows the last generation, above all the held-out scores, has the generation AFTER.
 """
 
 import contextlib
 import json
-import os
 import sys
 import time
-from pathlib import Path
 
 from .config import UserError
 
@@ -23,13 +21,6 @@ _events = None      # [(name, start, end, generation)], perf_counter seconds; No
 _zero = 0.0
 _generation = 0
 _doing = ("start", time.perf_counter())     # the span it is in, or the last that ended, and since when
-
-
-def check(path: str) -> None:
-    """Raise UserError if no file can be written there: said before the run, not after it."""
-    if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
-        raise UserError(f"--trace {path}: cannot be written: needs the name of a file in a folder that is there and may be "
-                        f"written to")
 
 
 def start(world) -> None:

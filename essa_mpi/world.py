@@ -218,19 +218,21 @@ class World:
             self._report(error, code)
             time.sleep(0.3)     # launchers drop what a rank said just before it aborted
         finally:    # also when nothing can be printed any more
-            self._mpi.COMM_WORLD.Abort(code)
-            os._exit(code)      # MPICH's Abort may return before the process is ended
+            self._abort(code)
 
     def leave_on_signal(self, line: str, code: int) -> None:
         """From now on SIGUSR1 to any rank ends the whole job at once, with `line` and this exit code."""
         def leave():
-            print(line, file=self.out, flush=True)
-            time.sleep(0.3)     # as in `fail`
             try:
-                self._mpi.COMM_WORLD.Abort(code)
+                print(line, file=self.out, flush=True)
+                time.sleep(0.3)
             finally:
-                os._exit(code)
+                self._abort(code)
         at_once(leave)
+
+    def _abort(self, code: int) -> None:
+        self._mpi.COMM_WORLD.Abort(code)
+        os._exit(code)      # MPICH's Abort may return before the process is ended
 
     def _report(self, error: BaseException, code: int) -> None:
         """Say it, unless another rank has: ranks that fail together would repeat one another."""
